@@ -1,0 +1,1 @@
+"""disagg: disaggregated prefill and decode for LLM inference, small enough to read in an afternoon."""

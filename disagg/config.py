@@ -1,0 +1,106 @@
+"""What is fixed when a node starts: the model's shape, its cache, the limits of a step, its clocks.
+
+Pure data, checked once here. Reading a checkpoint's `config.json` is `model/weights.py`; parsing
+command lines is the two launch scripts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from disagg.kv_layout import PageOrder
+
+#: Bytes per element of the dtypes that weights and KV pages may have.
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3's stretching of the low rope frequencies; names as in Hugging Face configs."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer of the Llama family.
+
+    `max_positions` is the longest sequence (prompt and output, tokens) the model may see.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache of one node, and the tail slots beside it (`kv_layout.TailLayout`)."""
+
+    num_pages: int
+    page_size: int = 16
+    kv_layout: PageOrder = PageOrder.HND
+    dtype: str = "bfloat16"
+    num_tail_slots: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "num_tail_slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one step: tokens in all (decodes and chunks together) and sequences at once."""
+
+    max_batch_tokens: int = 512
+    max_batch_size: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessengerConfig:
+    """The clocks of the hand-over, in seconds.
+
+    Silence and age are different things (a peer that beats may still have a long queue):
+    `peer_timeout` bounds how long a peer may say nothing at all, `request_timeout` how long one
+    attempt may take from its PrefillRequest to its last write.
+    """
+
+    heartbeat_interval: float = 0.5
+    peer_timeout: float = 5.0
+    request_timeout: float = 120.0
+    reconnect_interval: float = 0.25
+    on_failure: str = "local"
+    seed: int = field(default=0)
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in ("local", "retry", "fail"):
+            raise ValueError(f"on_failure must be local, retry or fail, got {self.on_failure!r}")
+        if not 0 < self.heartbeat_interval < self.peer_timeout:
+            raise ValueError(
+                f"heartbeat_interval ({self.heartbeat_interval} s) must be positive and below"
+                f" peer_timeout ({self.peer_timeout} s), or a healthy peer looks dead"
+            )

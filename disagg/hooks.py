@@ -1,0 +1,123 @@
+"""What an engine and a messenger say to each other: the seam between computing and moving KV.
+
+Neither imports the other. The engine calls an `EngineHooks`; the messenger posts `EngineEvent`s into
+a queue that the engine drains between two steps. `serve/node.py` puts the two together.
+
+    decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
+               engine <--KVReady | KVFailed, KVReleased-- messenger
+    prefiller  engine <--StartPrefill, StopPrefill, ReleasePrefill-- messenger
+               engine --on_step_scheduled(base, chunks)--> messenger
+
+Only the engine touches the page allocator. Pages named in an `on_fetch` belong to that attempt
+until the messenger says `KVReady` (now the request's) or `KVReleased` (free); pages of a prefill
+job belong to the job until `ReleasePrefill`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class NextStep(enum.StrEnum):
+    """What the engine does with a request whose remote prefill failed."""
+
+    LOCAL = "local"
+    RETRY = "retry"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchKV:
+    """One attempt to have a prompt prefilled elsewhere.
+
+    `attempt` is a number that the engine never uses twice (u32, increasing from 1).
+    `page_indices` lists the pages for prompt positions 0..N-2, `ceil((N-1) / page_size)` of them.
+    `num_held_pages` leading ones are filled already. `retries` counts earlier attempts.
+    """
+
+    attempt: int
+    token_ids: tuple[int, ...]
+    page_indices: tuple[int, ...]
+    tail_slot: int
+    num_held_pages: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChunk:
+    """Positions `[first_token, first_token + num_tokens)` of a job, computed in one step.
+
+    `page_indices` lists all source pages of the job; `is_last` is true for the chunk that ends at
+    position N-2, whose step also fills tail slot `tail_slot` (None in all other chunks).
+    """
+
+    job: int
+    first_token: int
+    num_tokens: int
+    page_indices: tuple[int, ...]
+    is_last: bool
+    tail_slot: int | None
+
+
+class EngineHooks(Protocol):
+    """What the engine calls; every call returns at once."""
+
+    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+        """A step is about to run that starts at layer counter `base`. Called before it runs."""
+
+    def on_fetch(self, fetch: FetchKV) -> None:
+        """Pages and a tail slot are pinned for a prompt; have it prefilled elsewhere."""
+
+    def on_cancel(self, attempt: int) -> None:
+        """Nobody wants this attempt's KV any more; say `KVReleased` when nothing can land in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVReady:
+    """Every write of the attempt has landed and its tail carries its id: decode may start."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVFailed:
+    """The attempt will not complete. Its pages and slot stay its own until `KVReleased`."""
+
+    attempt: int
+    why: str
+    then: NextStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVReleased:
+    """Nothing can land in the pages and the tail slot of a failed or cancelled attempt any more."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPrefill:
+    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is the messenger's number for it."""
+
+    job: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopPrefill:
+    """Schedule no further chunk of the job; keep its pages and slot."""
+
+    job: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleasePrefill:
+    """No write reads the job's pages or its tail slot any more: free them (and drop the job)."""
+
+    job: int
+
+
+EngineEvent = KVReady | KVFailed | KVReleased | StartPrefill | StopPrefill | ReleasePrefill

@@ -1,0 +1,106 @@
+"""Where a page, a layer, a head and a tail slot lie: bytes and offsets, no tensors.
+
+A rank's KV region is one block of memory. A layer is an offset in it, a page an offset in a layer:
+
+    region   | layer 0                          | layer 1 ...
+             | page 0 | page 1 | ... | page n-1 | page 0 | ...
+    HND page | head 0: K [page_size, head_dim], V [page_size, head_dim] | head 1: K, V | ...
+    NHD page | K: token 0 [heads, head_dim], token 1, ...               | V: token 0, token 1, ...
+
+HND (the default) keeps a head's K and V together, so a range of heads is one contiguous run of
+bytes. In NHD a range of heads is one run for every token, for K and for V.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+#: Offsets in bytes from the start of a region.
+Offsets = npt.NDArray[np.int64]
+
+
+class PageOrder(enum.StrEnum):
+    """Order of the axes inside a page, in FlashInfer's letters."""
+
+    HND = "HND"
+    NHD = "NHD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """Byte layout of one rank's KV region for one model.
+
+    `num_kv_heads` counts the heads this rank holds; `itemsize` is bytes per element.
+    """
+
+    order: PageOrder
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one page: `[heads, 2, page_size, head_dim]` or `[2, page_size, heads, head_dim]`."""
+        if self.order is PageOrder.HND:
+            return (self.num_kv_heads, 2, self.page_size, self.head_dim)
+        return (2, self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of one layer: K and V of `page_size` tokens for every head."""
+        return self.num_kv_heads * 2 * self.page_size * self.head_dim * self.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of all pages of one layer."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of the whole region."""
+        return self.num_layers * self.layer_bytes
+
+    def page_offsets(self, layer: int, page_indices: npt.NDArray[np.int64]) -> Offsets:
+        """Byte offset in the region of each page of `page_indices` in `layer`."""
+        return layer * self.layer_bytes + page_indices * self.page_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailLayout:
+    """Tail slots: what goes with a prompt beside its KV, one fixed-size slot a request.
+
+        slot | attempt id (8 bytes, little endian) | hidden state [hidden_size] at position N-2 | pad
+    """
+
+    num_slots: int
+    hidden_size: int
+    itemsize: int
+
+    #: Bytes of the attempt id at the start of a slot.
+    ID_BYTES = 8
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot, rounded up to a cache line."""
+        return -(-(self.ID_BYTES + self.hidden_size * self.itemsize) // 64) * 64
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
+
+    def slot_offset(self, slot: int) -> int:
+        """Byte offset of a slot in the tail region."""
+        return slot * self.slot_bytes
+
+
+def pages_for(num_tokens: int, page_size: int) -> int:
+    """Pages that hold `num_tokens` tokens."""
+    return -(-num_tokens // page_size)

@@ -1,0 +1,51 @@
+"""Memory that another process can map by file descriptor: anonymous, so nothing outlives a kill."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SharedMemory:
+    """`nbytes` of zeroed memory behind a memfd, or a mapping of a descriptor that a peer passed.
+
+    `fd` is owned and closed by `close()`. `bytes` is a view of the mapping: uint8 `[nbytes]`. The
+    mapping itself lives until the last view (numpy or torch) is gone.
+    """
+
+    def __init__(self, nbytes: int, *, fd: int | None = None, name: str = "disagg") -> None:
+        if nbytes < 1:
+            raise ValueError(f"shared memory needs at least 1 byte, got {nbytes}")
+        self.nbytes = nbytes
+        if fd is None:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        self.fd = fd
+        self.buffer = mmap.mmap(fd, nbytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, dtype=np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(self.bytes.ctypes.data)
+
+    def close(self) -> None:
+        """Close the descriptor. May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> SharedMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,218 @@
+"""The transfer engine contract: one-sided writes with immediates, and messages beside them.
+
+         writer                                             owner of the memory
+    write_pages(dst, offsets, imm)  == bytes, then imm ==>  expect(peer, imm, count)
+         poll() -> WritesDone(ticket)                       poll() -> ImmReached(imm)
+         send(peer, bytes)          ------ message ------>  poll() -> MessageReceived
+
+Reliable but UNORDERED: two writes, or a write and a message, may arrive in any order. What is
+promised: an immediate is counted only after the bytes of its write are visible, and each posted
+write is counted exactly once. Messages to one peer keep their order among themselves.
+
+One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
+what `poll()` returns. One implementation a file: `shm.py` (same host). All pass
+`tests/test_transfer_conformance.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from disagg.kv_layout import Offsets
+
+#: A connection. Numbers are never used twice by one engine, so a peer is also its epoch.
+Peer = int
+#: Names the writes of one `write` or `write_pages` call. Never used twice by one engine.
+Ticket = int
+
+
+class TransferError(Exception):
+    """A transfer could not be set up or posted: what, expected and got, what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if it has one."""
+
+    address: int
+    nbytes: int
+    fd: int | None = None
+    fd_offset: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRegion:
+    """Registered memory. `descriptor` is all a connected peer needs to write into it (opaque)."""
+
+    memory: Memory
+    descriptor: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritesDone:
+    """Every write of the ticket completed: its source bytes will not be read again."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFailed:
+    """Some write of the ticket failed, and none of it is outstanding any more.
+
+    `posted` counts the writes of the ticket that were handed to the medium, each of which will be
+    counted by the peer; None if one of them failed or its fate is unknown.
+    """
+
+    ticket: Ticket
+    why: str
+    posted: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImmReached:
+    """As many writes with this immediate as expected have arrived; said once per `expect`."""
+
+    imm: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageReceived:
+    """A message. The first one of an unknown `peer` is how an accepted connection shows itself."""
+
+    peer: Peer
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerLost:
+    """The connection is over, said once for each peer that `connect` returned or that sent a message.
+
+    No write of ours to it reads its source any more; its open tickets end without an event of their
+    own. What it posted may still land HERE until `PeerFenced`.
+    """
+
+    peer: Peer
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerFenced:
+    """Nothing of this lost peer can land in our memory any more. Follows its `PeerLost`, maybe late."""
+
+    peer: Peer
+
+
+Event = WritesDone | TransferFailed | ImmReached | MessageReceived | PeerLost | PeerFenced
+
+
+class TransferEngine(ABC):
+    """See the module's docstring. Offsets and sizes are bytes; an `imm` is a u32 in host order."""
+
+    @abstractmethod
+    def register(self, memory: Memory) -> MemoryRegion:
+        """Make memory writable by peers and readable for writes. Before `listen` and `connect`."""
+
+    @abstractmethod
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Accept peers; returns the bound address (port 0 picks one). TransferError if it is taken."""
+
+    @abstractmethod
+    def connect(self, host: str, port: int) -> Peer:
+        """Start a connection and return at once; messages wait for it. It fails with a `PeerLost`."""
+
+    @abstractmethod
+    def close_peer(self, peer: Peer, why: str) -> None:
+        """End a connection and fence the peer: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
+
+    @abstractmethod
+    def send(self, peer: Peer, data: bytes) -> None:
+        """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
+
+    @abstractmethod
+    def write(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        src_offset: int,
+        dst: bytes,
+        dst_offset: int,
+        nbytes: int,
+        imm: int,
+    ) -> Ticket:
+        """One write of `nbytes` with one immediate into the peer's region `dst` (a descriptor).
+
+        TransferError if the range lies outside either region or `dst` is no descriptor of the peer.
+        To a lost peer: dropped (its `PeerLost` ends the ticket).
+        """
+
+    @abstractmethod
+    def write_pages(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        dst: bytes,
+        page_bytes: int,
+        src_offsets: Offsets,
+        dst_offsets: Offsets,
+        imm: int,
+    ) -> Ticket:
+        """One write of `page_bytes` with one immediate for EACH pair of offsets (equal, non-zero length).
+
+        Errors as for `write`; then none of the writes was posted.
+        """
+
+    @abstractmethod
+    def expect(self, peer: Peer, imm: int, count: int) -> None:
+        """Count arrivals of `imm` from `peer` alone and report the `count`-th with `ImmReached`.
+
+        Called before the imm leaves in a request, so that no arrival is missed. Each call's imm is
+        larger than every one before it (an imm is never used twice). ValueError for count 0.
+        """
+
+    @abstractmethod
+    def lower(self, imm: int, count: int) -> None:
+        """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there already."""
+
+    @abstractmethod
+    def forget(self, imm: int) -> None:
+        """Stop counting; later arrivals are dropped. Unknown: no-op."""
+
+    @abstractmethod
+    def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
+        """Drop the writes of these tickets that were not yet handed to the medium; never waits.
+
+        The tickets are open: no `poll` has returned their end yet. Returns how many of their writes
+        were posted, each of which the peer will count (None if that is unknown). Every ticket still
+        ends with its one event from a later `poll`, when none of its writes is outstanding.
+        """
+
+    @abstractmethod
+    def poll(self, timeout: float) -> list[Event]:
+        """Move what can be moved, a bounded amount, and return what happened.
+
+        Waits up to `timeout` seconds if there is nothing to do; `wake()` ends the wait.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the `poll` that waits now, or the next one. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every connection and registration. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
