@@ -1,0 +1,91 @@
+"""Tiny random checkpoints, and what transformers makes of them: the oracle of most tests.
+
+Three layers, four query heads, two KV heads: small enough to build in a tenth of a second, large
+enough that grouping, head order and layer order show. Weights are drawn with a wide spread
+(`initializer_range` 0.2), so that greedy tokens are neither near-ties nor repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+#: A rope scaling that changes every frequency band at the tiny models' lengths.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def make_tiny_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
+) -> Path:
+    """Save a random LlamaForCausalLM into `folder` as config.json and safetensors; return `folder`.
+
+    `overrides` are LlamaConfig fields, for example `tie_word_embeddings=True`,
+    `attention_bias=True`, `mlp_bias=True`, `eos_token_id=5`, `num_hidden_layers=2`,
+    `rope_parameters=LLAMA3_ROPE`. `max_shard_size="50KB"` saves shards and an index.
+    No tokenizer is saved, and there is no end token unless one is given.
+    """
+    shape = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = LlamaConfig(**(shape | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        # Biases and norm weights start constant; random ones show a term that was left out.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.5)
+            elif name.endswith("norm.weight"):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """transformers' logits in float32 at every position: `[len(token_ids), vocab_size]`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([list(token_ids)])).logits[0]
+
+
+def greedy(folder: Path, prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """The tokens that transformers generates greedily in float32, the prompt left out.
+
+    Ends after `max_tokens`, or with the checkpoint's end token (which is included).
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = torch.tensor([list(prompt_ids)])
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt_ids) :].tolist()
