@@ -6,7 +6,7 @@ command lines is the two launch scripts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from disagg.kv_layout import PageOrder
 
@@ -86,15 +86,16 @@ class MessengerConfig:
 
     Silence and age are different things (a peer that beats may still have a long queue):
     `peer_timeout` bounds how long a peer may say nothing at all, `request_timeout` how long one
-    attempt may take from its PrefillRequest to its last write.
+    attempt may take from its PrefillRequest to its last write. `on_failure` says what becomes of a
+    request whose attempt failed: computed on the decoder, tried again elsewhere, or ended.
     """
 
     heartbeat_interval: float = 0.5
     peer_timeout: float = 5.0
     request_timeout: float = 120.0
     reconnect_interval: float = 0.25
+    max_open_attempts: int = 1024
     on_failure: str = "local"
-    seed: int = field(default=0)
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("local", "retry", "fail"):

@@ -1,0 +1,373 @@
+"""The decoder's half of the hand-over: ask for a prompt's KV, count its writes, say when it is whole.
+
+    engine                       DecoderMessenger                     prefiller
+      | on_fetch(pages, slot) ---->| expect(imm, count)                  |
+      |                            | PrefillRequest -------------------> |
+      |        pages, tail slot <=== one-sided writes, imm ============= |
+      | <------ KVReady ---------- | count reached, tail id is ours      |
+
+    WAITING --prefiller ready--> REQUESTED --count reached--------------------------> gone (KVReady)
+       |                            |--rejected: nothing was posted----------------> gone
+       |                            |--failed, acked: `posted` is known--> DRAINING --count--> gone
+       '--cancel, no prefiller      |--cancel, too old--> CANCELLING ------^   |
+              --> gone              '--peer lost or of unknown fate --> FENCING --fenced--> gone
+
+Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
+engine hears `KVFailed` at once, so that no client waits for a dead peer. One thread makes every
+call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.config import MessengerConfig
+from disagg.hooks import EngineEvent, FetchKV, KVFailed, KVReady, KVReleased, NextStep
+from disagg.messenger.liveness import Liveness
+from disagg.messenger.messages import (
+    Cancel,
+    CancelAck,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    HelloRefused,
+    Message,
+    PrefillFailed,
+    PrefillRejected,
+    PrefillRequest,
+    ProtocolError,
+    decode,
+    encode,
+)
+from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.prefillers import Prefiller, Prefillers
+from disagg.messenger.sharding import expected_count
+from disagg.transfer.interface import (
+    Event,
+    ImmReached,
+    MessageReceived,
+    Peer,
+    PeerFenced,
+    PeerLost,
+    TransferEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptState(enum.Enum):
+    """How far an attempt has come on the decoder."""
+
+    WAITING = "waiting"  # for a prefiller to be connected
+    REQUESTED = "requested"  # counting towards the whole
+    CANCELLING = "cancelling"  # Cancel is sent; what was posted is not known yet
+    DRAINING = "draining"  # counting towards what was posted
+    FENCING = "fencing"  # the peer is gone; its writes may still land
+    GONE = "gone"  # pages and tail slot are the engine's again
+
+
+TRANSITIONS = {
+    AttemptState.WAITING: {AttemptState.REQUESTED, AttemptState.GONE},
+    AttemptState.REQUESTED: {
+        AttemptState.CANCELLING,
+        AttemptState.DRAINING,
+        AttemptState.FENCING,
+        AttemptState.GONE,
+    },
+    AttemptState.CANCELLING: {AttemptState.DRAINING, AttemptState.FENCING, AttemptState.GONE},
+    AttemptState.DRAINING: {AttemptState.FENCING, AttemptState.GONE},
+    AttemptState.FENCING: {AttemptState.GONE},
+    AttemptState.GONE: set(),
+}
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One `FetchKV` in work. `deadline` is on the messenger's clock, in seconds.
+
+    `wanted` is true until the engine has heard how it ends (or has cancelled it).
+    """
+
+    fetch: FetchKV
+    deadline: float
+    state: AttemptState = AttemptState.WAITING
+    wanted: bool = True
+    imm: int = 0
+    count: int = 0
+    peer: Peer = 0
+
+    def move(self, to: AttemptState) -> None:
+        """Change state along the table."""
+        assert to in TRANSITIONS[self.state], f"attempt went {self.state} -> {to}"
+        self.state = to
+
+
+class DecoderMessenger:
+    """See the module's docstring. `prefillers` knows the connections, `post` tells the engine."""
+
+    def __init__(
+        self,
+        *,
+        transfer: TransferEngine,
+        memory: NodeMemory,
+        hello: Hello,
+        prefillers: Prefillers,
+        config: MessengerConfig,
+        clock: Callable[[], float],
+        post: Callable[[EngineEvent], None],
+    ) -> None:
+        self._transfer = transfer
+        self._memory = memory
+        self._hello = hello
+        self._prefillers = prefillers
+        self._config = config
+        self._clock = clock
+        self._post = post
+        self._liveness = Liveness(
+            heartbeat_interval=config.heartbeat_interval,
+            peer_timeout=config.peer_timeout,
+            clock=clock,
+        )
+        self._attempts: dict[int, Attempt] = {}
+        self._by_imm: dict[int, Attempt] = {}
+        self._inbox: deque[FetchKV | int] = deque()
+        self._next_imm = 1
+
+    # --- From the engine, any thread ---
+
+    def on_fetch(self, fetch: FetchKV) -> None:
+        """`EngineHooks`: have this prompt prefilled elsewhere."""
+        self._inbox.append(fetch)
+        self._transfer.wake()
+
+    def on_cancel(self, attempt: int) -> None:
+        """`EngineHooks`: nobody wants this attempt any more."""
+        self._inbox.append(attempt)
+        self._transfer.wake()
+
+    # --- The loop ---
+
+    def poll(self, timeout: float) -> None:
+        """One look at everything: connections, the engine's wishes, transfer events, the clocks."""
+        for peer in self._prefillers.connect_due():
+            self._liveness.heard(peer)
+            self._send(peer, self._hello)
+        for event in self._transfer.poll(min(timeout, self._config.heartbeat_interval / 2)):
+            self._on_event(event)
+        while self._inbox:
+            self._on_inbox(self._inbox.popleft())
+        for attempt in list(self._attempts.values()):
+            if attempt.state is AttemptState.WAITING:
+                self._request(attempt)
+            elif self._clock() >= attempt.deadline:
+                self._on_deadline(attempt)
+        for peer in self._liveness.silent():
+            self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
+        if self._liveness.beat_due():
+            for prefiller in self._prefillers.ready():
+                self._send(prefiller.peer, Heartbeat())
+
+    def close(self, why: str) -> None:
+        """Say goodbye to every prefiller."""
+        for prefiller in self._prefillers.ready():
+            self._send(prefiller.peer, Goodbye(why=why))
+
+    @property
+    def num_open_attempts(self) -> int:
+        """Attempts whose pages are not the engine's again."""
+        return len(self._attempts)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._transfer.send(peer, encode(message))
+
+    def _attempt_id(self, attempt: Attempt) -> int:
+        """Unique per attempt and process: half epoch, half the engine's number."""
+        return (self._hello.epoch & 0xFFFFFFFF) << 32 | attempt.fetch.attempt
+
+    # --- Asking ---
+
+    def _on_inbox(self, wish: FetchKV | int) -> None:
+        if isinstance(wish, FetchKV):
+            deadline = self._clock() + self._config.peer_timeout
+            self._attempts[wish.attempt] = Attempt(fetch=wish, deadline=deadline)
+            return
+        attempt = self._attempts.get(wish)
+        if attempt is None:
+            return  # it ended by itself while the cancel was on its way
+        attempt.wanted = False
+        if attempt.state is AttemptState.WAITING:
+            self._end(attempt)
+        elif attempt.state is AttemptState.REQUESTED:
+            self._cancel(attempt)
+
+    def _request(self, attempt: Attempt) -> None:
+        """Send an attempt to a prefiller, or see why that cannot be."""
+        fetch = attempt.fetch
+        chosen = self._prefillers.choose(len(fetch.token_ids))
+        if not isinstance(chosen, Prefiller):
+            may_wait = self._config.on_failure == "retry" and not chosen.permanent
+            if not may_wait or self._clock() >= attempt.deadline:
+                self._fail(attempt, chosen.why, permanent=chosen.permanent)
+                self._end(attempt)
+            return
+        layout = self._memory.layout
+        num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
+        count = expected_count(chosen.slices, layout.num_layers, num_sent_pages)
+        attempt.move(AttemptState.REQUESTED)
+        attempt.deadline = self._clock() + self._config.request_timeout
+        attempt.imm, attempt.count, attempt.peer = self._next_imm, count, chosen.peer
+        self._next_imm += 1
+        self._by_imm[attempt.imm] = attempt
+        chosen.num_attempts += 1
+        self._transfer.expect(attempt.peer, attempt.imm, count)
+        request = PrefillRequest(
+            attempt=self._attempt_id(attempt),
+            token_ids=fetch.token_ids,
+            page_indices=fetch.page_indices,
+            num_held_pages=fetch.num_held_pages,
+            tail_slot=fetch.tail_slot,
+            imm=attempt.imm,
+            expected_count=count,
+            destination_rank=0,
+        )
+        self._send(attempt.peer, request)
+
+    def _cancel(self, attempt: Attempt) -> None:
+        attempt.move(AttemptState.CANCELLING)
+        # An answer is due by the attempt's age or, if that is near, after one peer_timeout.
+        attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)
+        self._send(attempt.peer, Cancel(attempt=self._attempt_id(attempt)))
+
+    def _on_deadline(self, attempt: Attempt) -> None:
+        if attempt.state is AttemptState.REQUESTED:
+            self._fail(attempt, f"no KV after {self._config.request_timeout} s (request_timeout)")
+            self._cancel(attempt)
+        elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):
+            # It beats, yet neither answers nor finishes: only a fence makes the pages safe.
+            self._transfer.close_peer(attempt.peer, "no answer to a Cancel in time")
+
+    # --- What happened ---
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case MessageReceived():
+                try:
+                    self._on_message(event.peer, decode(event.data))
+                except ProtocolError as error:
+                    self._transfer.close_peer(event.peer, str(error))
+            case ImmReached():
+                self._on_imm_reached(event)
+            case PeerLost():
+                self._on_peer_lost(event)
+            case PeerFenced():
+                for attempt in list(self._attempts.values()):
+                    if attempt.state is AttemptState.FENCING and attempt.peer == event.peer:
+                        self._end(attempt)
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        self._liveness.heard(peer)
+        match message:
+            case Hello():
+                refused = self._prefillers.greet(peer, message)
+                if refused is not None:
+                    self._send(peer, refused)
+                    self._transfer.close_peer(peer, f"refused: {refused.text(received=False)}")
+            case HelloRefused():
+                self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
+            case PrefillRejected() | PrefillFailed() | CancelAck():
+                self._on_answer(peer, message)
+            case Goodbye():
+                self._transfer.close_peer(peer, f"said goodbye: {message.why}")
+            case Heartbeat():
+                pass
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is nothing a prefiller says")
+
+    def _on_answer(self, peer: Peer, message: PrefillRejected | PrefillFailed | CancelAck) -> None:
+        attempt = self._attempts.get(message.attempt & 0xFFFFFFFF)
+        ours = attempt is not None and self._attempt_id(attempt) == message.attempt
+        if attempt is None or not ours or attempt.peer != peer:
+            return  # it ended before the answer came
+        if attempt.state is AttemptState.FENCING:
+            return
+        match message:
+            case PrefillRejected():
+                self._fail(attempt, message.why, permanent=message.permanent)
+                self._end(attempt)
+            case PrefillFailed():
+                self._fail(attempt, message.why)
+                self._drain(attempt, message.posted)
+            case CancelAck() if attempt.state is AttemptState.CANCELLING:
+                if message.finished:
+                    attempt.move(AttemptState.DRAINING)
+                else:
+                    self._drain(attempt, message.posted)
+
+    def _drain(self, attempt: Attempt, posted: int | None) -> None:
+        """Rule 3: the pages are free when as much has arrived as was ever posted."""
+        if posted is None:
+            self._transfer.close_peer(attempt.peer, "a posted write failed: its fate is unknown")
+            return
+        if posted > attempt.count:
+            raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
+        if attempt.state is not AttemptState.DRAINING:
+            attempt.move(AttemptState.DRAINING)
+        self._transfer.lower(attempt.imm, posted)
+
+    def _on_imm_reached(self, event: ImmReached) -> None:
+        attempt = self._by_imm.get(event.imm)
+        if attempt is None or attempt.state is AttemptState.FENCING:
+            return
+        if attempt.wanted:
+            found = self._memory.read_attempt_id(attempt.fetch.tail_slot)
+            if found == self._attempt_id(attempt):
+                self._prefillers.succeeded(attempt.peer)
+                self._post(KVReady(attempt=attempt.fetch.attempt))
+                attempt.wanted = False
+                self._end(attempt, released=False)
+                return
+            self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
+        self._end(attempt)
+
+    def _on_peer_lost(self, event: PeerLost) -> None:
+        self._liveness.drop(event.peer)
+        for attempt in list(self._attempts.values()):
+            if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
+                self._fail(attempt, f"prefiller lost: {event.why}")
+                attempt.move(AttemptState.FENCING)
+        self._prefillers.lost(event.peer, event.why)
+
+    # --- Ends ---
+
+    def _fail(self, attempt: Attempt, why: str, *, permanent: bool = False) -> None:
+        """Tell the engine, once, that this attempt brings no KV."""
+        if not attempt.wanted:
+            return
+        attempt.wanted = False
+        then = NextStep.FAIL if permanent else self._next_step(attempt)
+        logger.warning("attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
+        if attempt.peer:
+            self._prefillers.failed(attempt.peer)
+        self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))
+
+    def _next_step(self, attempt: Attempt) -> NextStep:
+        """Rule 9. One retry for each prefiller there is, then the decoder computes by itself."""
+        if self._config.on_failure == "retry":
+            again = attempt.fetch.retries < len(self._prefillers)
+            return NextStep.RETRY if again else NextStep.LOCAL
+        return NextStep(self._config.on_failure)
+
+    def _end(self, attempt: Attempt, *, released: bool = True) -> None:
+        """Nothing can land any more: the pages are the request's (KVReady) or free."""
+        attempt.move(AttemptState.GONE)
+        del self._attempts[attempt.fetch.attempt]
+        if attempt.imm:
+            del self._by_imm[attempt.imm]
+            self._transfer.forget(attempt.imm)
+            self._prefillers.ended(attempt.peer)
+        if released:
+            self._post(KVReleased(attempt=attempt.fetch.attempt))

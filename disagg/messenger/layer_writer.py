@@ -1,0 +1,275 @@
+"""Layers to writes: post each layer's finished pages as soon as the layer counter has passed it.
+
+    step starts at counter b      layer counter             posted
+      chunks of some attempts       b + 1          layer 0's finished pages of each chunk
+                                    b + 2          layer 1's ...
+                                    b + L + 1      the tails of the last chunks
+
+    attempt   OPEN --tail posted--> POSTED --writes done--> GONE (ReleasePrefill)
+                '--stopped, lost--> STOPPED --writes done--> GONE
+                                       ^ also from POSTED
+
+A page is written once per layer: with the chunk that fills its last token, or with the last chunk, so
+the number of writes does not depend on how a prompt is cut into chunks. Messages are `prefiller.py`'s.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from disagg.hooks import EngineEvent, PrefillChunk, ReleasePrefill, StopPrefill
+from disagg.kv_layout import KVLayout
+from disagg.messenger.messages import Hello, PrefillRequest
+from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.sharding import Slice
+from disagg.transfer.interface import (
+    Peer,
+    Ticket,
+    TransferEngine,
+    TransferError,
+    TransferFailed,
+    WritesDone,
+)
+
+
+class AttemptState(enum.Enum):
+    """How far an attempt has come on the prefiller."""
+
+    OPEN = "open"  # chunks still to come
+    POSTED = "posted"  # all handed to the transfer engine, the tail too
+    STOPPED = "stopped"  # cancelled or failed: nothing more is posted
+    GONE = "gone"  # no write reads its pages; they are the engine's again
+
+
+TRANSITIONS = {
+    AttemptState.OPEN: {AttemptState.POSTED, AttemptState.STOPPED},
+    AttemptState.POSTED: {AttemptState.STOPPED, AttemptState.GONE},
+    AttemptState.STOPPED: {AttemptState.GONE},
+    AttemptState.GONE: set(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A greeted peer: where its pages lie, how ours map onto them, and its attempts by id."""
+
+    peer: Peer
+    hello: Hello
+    layout: KVLayout
+    slices: tuple[Slice, ...]
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One PrefillRequest in work.
+
+    `open_tickets` maps each ticket to its number of writes. `posted` counts writes handed to the
+    medium: those of ended tickets, and of all once the attempt is stopped; None if unknown.
+    """
+
+    link: Link
+    request: PrefillRequest
+    job: int
+    state: AttemptState = AttemptState.OPEN
+    open_tickets: dict[Ticket, int] = field(default_factory=dict)
+    posted: int | None = 0
+
+    def move(self, to: AttemptState) -> None:
+        """Change state along the table."""
+        assert to in TRANSITIONS[self.state], f"attempt went {self.state} -> {to}"
+        self.state = to
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A step the engine announced; layers below `next_layer` are posted."""
+
+    base: int
+    chunks: Sequence[PrefillChunk]
+    next_layer: int = 0
+
+
+class LayerWriter:
+    """All attempts of a prefiller, from the first chunk to the last completed write.
+
+    `on_failed(attempt, why)` is called once posting for it has stopped.
+    """
+
+    def __init__(
+        self,
+        *,
+        transfer: TransferEngine,
+        memory: NodeMemory,
+        read_counter: Callable[[], int],
+        post: Callable[[EngineEvent], None],
+        on_failed: Callable[[Attempt, str], None],
+    ) -> None:
+        self._transfer = transfer
+        self._memory = memory
+        self._read_counter = read_counter
+        self._post = post
+        self._on_failed = on_failed
+        self._jobs: dict[int, Attempt] = {}
+        self._tickets: dict[Ticket, Attempt] = {}
+        self._steps: deque[Step] = deque()
+
+    def __len__(self) -> int:
+        """Attempts that still hold source pages."""
+        return len(self._jobs)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step runs whose layers are to be watched."""
+        return bool(self._steps)
+
+    def open(self, attempt: Attempt) -> None:
+        """Take an attempt whose job the engine will compute."""
+        self._jobs[attempt.job] = attempt
+        attempt.link.attempts[attempt.request.attempt] = attempt
+
+    def add_step(self, step: Step) -> None:
+        """A step was scheduled. Steps come in the order of their bases."""
+        self._steps.append(step)
+
+    # --- Posting ---
+
+    def post_finished_layers(self) -> None:
+        """Post every layer that the counter has passed; it may have passed several at once."""
+        num_layers = self._memory.layout.num_layers
+        counter = self._read_counter()
+        while self._steps:
+            step = self._steps[0]
+            num_finished = min(counter - step.base, num_layers)
+            for layer in range(step.next_layer, num_finished):
+                for chunk in step.chunks:
+                    self._post_layer(chunk, layer)
+                step.next_layer = layer + 1
+            if counter < step.base + num_layers + 1:
+                return
+            for chunk in step.chunks:
+                self._post_tail(chunk)
+            self._steps.popleft()
+
+    def _post_layer(self, chunk: PrefillChunk, layer: int) -> None:
+        attempt = self._jobs.get(chunk.job)
+        if attempt is None or attempt.state is AttemptState.STOPPED:
+            return
+        layout, link, request = self._memory.layout, attempt.link, attempt.request
+        first = max(chunk.first_token // layout.page_size, request.num_held_pages)
+        end = (chunk.first_token + chunk.num_tokens) // layout.page_size
+        if chunk.is_last:
+            end = len(request.page_indices)
+        if first >= end:
+            return
+        sources = np.array(chunk.page_indices[first:end], dtype=np.int64)
+        destinations = np.array(request.page_indices[first:end], dtype=np.int64)
+        source_offsets = layout.page_offsets(layer, sources)
+        destination_offsets = link.layout.page_offsets(layer, destinations)
+        try:
+            for part in link.slices:
+                ticket = self._transfer.write_pages(
+                    link.peer,
+                    self._memory.kv_region,
+                    link.hello.kv_regions[part.destination_rank],
+                    part.nbytes,
+                    source_offsets + part.source_offset,
+                    destination_offsets + part.destination_offset,
+                    request.imm,
+                )
+                self._note(attempt, ticket, end - first)
+        except TransferError as error:
+            self._fail(attempt, str(error))
+
+    def _post_tail(self, chunk: PrefillChunk) -> None:
+        attempt = self._jobs.get(chunk.job)
+        if not chunk.is_last or attempt is None or attempt.state is AttemptState.STOPPED:
+            return
+        assert chunk.tail_slot is not None, f"the last chunk of job {chunk.job} has no tail slot"
+        request, tail = attempt.request, self._memory.tail
+        self._memory.write_attempt_id(chunk.tail_slot, request.attempt)
+        try:
+            ticket = self._transfer.write(
+                attempt.link.peer,
+                self._memory.tail_region,
+                tail.slot_offset(chunk.tail_slot),
+                attempt.link.hello.tail_region,
+                tail.slot_offset(request.tail_slot),
+                tail.slot_bytes,
+                request.imm,
+            )
+        except TransferError as error:
+            self._fail(attempt, str(error))
+            return
+        self._note(attempt, ticket, 1)
+        attempt.move(AttemptState.POSTED)
+
+    def _note(self, attempt: Attempt, ticket: Ticket, num_writes: int) -> None:
+        attempt.open_tickets[ticket] = num_writes
+        self._tickets[ticket] = attempt
+
+    # --- Ends ---
+
+    def on_writes_done(self, event: WritesDone) -> None:
+        """Some writes completed; unknown tickets are a probe's, or of a lost peer."""
+        attempt = self._tickets.pop(event.ticket, None)
+        if attempt is None:
+            return
+        num_writes = attempt.open_tickets.pop(event.ticket)
+        if attempt.state is not AttemptState.STOPPED:
+            assert attempt.posted is not None, "an attempt of unknown fate is stopped"
+            attempt.posted += num_writes
+        self._release_if_idle(attempt)
+
+    def on_transfer_failed(self, event: TransferFailed) -> None:
+        """Some writes failed: the attempt's count will never be full."""
+        attempt = self._tickets.pop(event.ticket, None)
+        if attempt is None:
+            return
+        del attempt.open_tickets[event.ticket]
+        if event.posted is None or attempt.posted is None or attempt.state is AttemptState.STOPPED:
+            attempt.posted = None  # stopped: what was told before may now never be counted
+        else:
+            attempt.posted += event.posted
+        self._fail(attempt, event.why)
+
+    def on_peer_lost(self, link: Link) -> None:
+        """No write of ours to a lost peer reads its source any more: its attempts end here."""
+        for attempt in list(link.attempts.values()):
+            for ticket in attempt.open_tickets:
+                del self._tickets[ticket]
+            attempt.open_tickets.clear()
+            self.stop(attempt)
+            self._release_if_idle(attempt)
+
+    def stop(self, attempt: Attempt) -> None:
+        """Post nothing more; afterwards `attempt.posted` is what the decoder will count."""
+        if attempt.state is AttemptState.STOPPED:
+            return
+        attempt.move(AttemptState.STOPPED)
+        self._post(StopPrefill(job=attempt.job))
+        posted = self._transfer.withdraw(list(attempt.open_tickets))
+        if posted is None or attempt.posted is None:
+            attempt.posted = None
+        else:
+            attempt.posted += posted
+        self._release_if_idle(attempt)
+
+    def _fail(self, attempt: Attempt, why: str) -> None:
+        self.stop(attempt)
+        self._release_if_idle(attempt)
+        self._on_failed(attempt, why)
+
+    def _release_if_idle(self, attempt: Attempt) -> None:
+        """Rule 4: source pages go back only when no write of ours reads them."""
+        if attempt.open_tickets or attempt.state in (AttemptState.OPEN, AttemptState.GONE):
+            return
+        attempt.move(AttemptState.GONE)
+        del self._jobs[attempt.job]
+        del attempt.link.attempts[attempt.request.attempt]
+        self._post(ReleasePrefill(job=attempt.job))

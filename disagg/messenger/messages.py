@@ -1,0 +1,203 @@
+"""The words of the hand-over protocol: typed structs in msgpack behind a version byte, never pickle.
+
+    decoder                                        prefiller
+      Hello ------------------------------------------->  compare
+      <------------------- Hello, or HelloRefused(field)
+      PrefillRequest(attempt, pages, imm, count) ------>  queue, compute
+      <============ one-sided writes, each with imm =====
+      <-- nothing more; or PrefillRejected, PrefillFailed
+      Cancel(attempt) --------------------------------->  stop posting
+      <------------------------------- CancelAck(posted)
+      Heartbeat <-------------------------------------->  Heartbeat
+
+`posted` is how many writes of the attempt were ever handed to the medium, each of which the decoder
+will count; None if a posted write failed or its fate is unknown. What each side does with a message
+is in `prefiller.py` and `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+
+#: First byte of every message. Raise it with any change of a struct below.
+PROTOCOL_VERSION = 1
+
+#: Largest value of an immediate, in verbs an unsigned 32-bit integer.
+MAX_IMM = 0xFFFFFFFF
+
+
+#: What no honest peer makes negative.
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class ProtocolError(Exception):
+    """The peer said something that this side cannot read or that breaks a rule; the text says what."""
+
+
+class Role(enum.StrEnum):
+    """What the sender of a Hello is. A probe holds no model, only a region to be written into."""
+
+    PREFILLER = "prefiller"
+    DECODER = "decoder"
+    PROBE = "probe"
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """All that must agree before bytes may move: every field is compared, and refused by its name.
+
+    A new setting that would make bytes wrong becomes a field here; nothing else is needed.
+    `model_fingerprint` covers config, tensor names, shapes, dtypes and samples of the weights.
+    """
+
+    model_fingerprint: str
+    dtype: str
+    kv_layout: str
+    page_size: int
+    num_layers: int
+    num_draft_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    tp: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message in each direction: who I am and where I may be written to.
+
+    `epoch` is random per process. `kv_regions` holds one transfer descriptor per rank and
+    `tail_region` one for the tail slots; a probe has `identity` None and its scratch as tail region.
+    `max_prompt_tokens` is the longest prompt the sender's model may see.
+    """
+
+    epoch: Natural
+    role: Role
+    identity: Identity | None
+    num_pages: Natural
+    num_tail_slots: Natural
+    max_prompt_tokens: Natural
+    kv_regions: tuple[bytes, ...]
+    tail_region: bytes
+
+
+class HelloRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The pair cannot work: the field that differs and both values, seen from the sender."""
+
+    field: str
+    ours: str
+    theirs: str
+
+    def text(self, *, received: bool) -> str:
+        """For people on the receiving or on the sending node."""
+        ours, theirs = (self.theirs, self.ours) if received else (self.ours, self.theirs)
+        return f"{self.field} differs: ours {ours}, theirs {theirs}"
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute positions 0..N-2 of `token_ids` (N >= 2) and write them into the decoder's pages.
+
+    `page_indices` are the decoder's `ceil((N-1) / page_size)` pages, of which the first
+    `num_held_pages` need not be sent. Every write carries `imm`; the decoder waits for
+    `expected_count` of them. `destination_rank` is the decoder's data-parallel rank.
+    """
+
+    attempt: Natural
+    token_ids: tuple[Natural, ...]
+    page_indices: tuple[Natural, ...]
+    num_held_pages: Natural
+    tail_slot: Natural
+    imm: Natural
+    expected_count: Natural
+    destination_rank: Natural
+
+
+class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing was or will be posted. `permanent`: it can never work here; else: not now."""
+
+    attempt: Natural
+    permanent: bool
+    why: str
+
+
+class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The count will not be reached. Sent after posting has stopped."""
+
+    attempt: Natural
+    why: str
+    posted: Natural | None
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop posting for this attempt and say how much was posted."""
+
+    attempt: Natural
+
+
+class CancelAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to Cancel, after posting has stopped. `finished`: all `expected_count` were posted."""
+
+    attempt: Natural
+    posted: Natural | None
+    finished: bool
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """I live. Any message says so; this one is sent when there is nothing else to say."""
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """I am leaving in good order."""
+
+    why: str
+
+
+class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From a probe: write `num_pages` times `page_bytes` into my tail region, each with `imm`."""
+
+    attempt: Natural
+    page_bytes: Natural
+    num_pages: Natural
+    imm: Natural
+
+
+Message = (
+    Hello
+    | HelloRefused
+    | PrefillRequest
+    | PrefillRejected
+    | PrefillFailed
+    | Cancel
+    | CancelAck
+    | Heartbeat
+    | Goodbye
+    | ProbeRequest
+)
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes: the version, then msgpack."""
+    return bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message in `data`. ProtocolError if it is of another version or malformed."""
+    if not data or data[0] != PROTOCOL_VERSION:
+        theirs = data[0] if data else "none"
+        raise ProtocolError(
+            f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}; run one release on both nodes"
+        )
+    try:
+        return msgspec.msgpack.decode(data[1:], type=Message)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"malformed message of {len(data)} bytes: {error}") from error
+
+
+def first_difference(ours: Identity, theirs: Identity) -> HelloRefused | None:
+    """The first field of two identities that differs, or None."""
+    for field in Identity.__struct_fields__:
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            return HelloRefused(field=field, ours=str(mine), theirs=str(other))
+    return None

@@ -1,0 +1,54 @@
+"""The registered memory of one node, as the messenger is handed it: regions, layouts, tail slots.
+
+kv_region    | layer 0: pages | layer 1: pages | ...      (kv_layout.KVLayout)
+tail_region  | slot 0: attempt id, hidden state | ...     (kv_layout.TailLayout)
+scratch      | zeros that a probe may ask for |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.kv_layout import KVLayout, TailLayout
+from disagg.messenger.messages import Hello, Identity, Role
+from disagg.transfer.interface import MemoryRegion
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """`tail_bytes` is a view of the whole tail region: uint8 `[tail.region_bytes]`."""
+
+    layout: KVLayout
+    kv_region: MemoryRegion
+    tail: TailLayout
+    tail_region: MemoryRegion
+    tail_bytes: npt.NDArray[np.uint8]
+    scratch_region: MemoryRegion
+
+    def _id_bytes(self, slot: int) -> npt.NDArray[np.uint8]:
+        start = self.tail.slot_offset(slot)
+        return self.tail_bytes[start : start + TailLayout.ID_BYTES]
+
+    def write_attempt_id(self, slot: int, attempt: int) -> None:
+        """Mark a tail slot as the attempt's."""
+        self._id_bytes(slot)[:] = np.frombuffer(attempt.to_bytes(8, "little"), dtype=np.uint8)
+
+    def read_attempt_id(self, slot: int) -> int:
+        """Whose tail lies in the slot."""
+        return int.from_bytes(self._id_bytes(slot).tobytes(), "little")
+
+    def hello(self, *, epoch: int, role: Role, identity: Identity, max_prompt_tokens: int) -> Hello:
+        """What this node says of itself to a peer."""
+        return Hello(
+            epoch=epoch,
+            role=role,
+            identity=identity,
+            num_pages=self.layout.num_pages,
+            num_tail_slots=self.tail.num_slots,
+            max_prompt_tokens=max_prompt_tokens,
+            kv_regions=(self.kv_region.descriptor,),
+            tail_region=self.tail_region.descriptor,
+        )

@@ -1,0 +1,258 @@
+"""The prefiller's half of the hand-over: take requests, answer cancels, report failures.
+
+    engine                     PrefillerMessenger                      decoder
+      | <-- StartPrefill ---------- | <---------- PrefillRequest --------- |
+      | on_step_scheduled(b, ...) ->|                                      |
+      | layer counter: b+1 -------> | == layer 0's finished pages, imm ==> |
+      |                b+2 -------> | == layer 1's finished pages, imm ==> |
+      |                b+L+1 -----> | == tail (last chunk only), imm ====> |
+      | <-- ReleasePrefill -------- | once its own writes completed        |
+
+Here are the messages; `layer_writer.py` turns layers into writes, and `admission.py` says who may
+connect and what may be asked. One thread makes every call but `on_step_scheduled`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from disagg.config import MessengerConfig
+from disagg.hooks import EngineEvent, PrefillChunk, StartPrefill
+from disagg.messenger.admission import probe_problem, refusal, request_problem
+from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step
+from disagg.messenger.liveness import Liveness
+from disagg.messenger.messages import (
+    Cancel,
+    CancelAck,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    PrefillFailed,
+    PrefillRejected,
+    PrefillRequest,
+    ProbeRequest,
+    ProtocolError,
+    Role,
+    decode,
+    encode,
+)
+from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.sharding import plan_slices
+from disagg.transfer.interface import (
+    Event,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    TransferEngine,
+    TransferError,
+    TransferFailed,
+    WritesDone,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at the layer counter while a step runs. The look gives up Python's
+#: lock; without the pause it would slow the forward pass that it waits for.
+COUNTER_INTERVAL = 100e-6
+
+
+class PrefillerMessenger:
+    """The module's docstring. `read_counter` reads the layer counter, `post` tells the engine."""
+
+    def __init__(
+        self,
+        *,
+        transfer: TransferEngine,
+        memory: NodeMemory,
+        hello: Hello,
+        vocab_size: int,
+        config: MessengerConfig,
+        clock: Callable[[], float],
+        read_counter: Callable[[], int],
+        post: Callable[[EngineEvent], None],
+    ) -> None:
+        self._transfer = transfer
+        self._memory = memory
+        self._hello = hello
+        self._vocab_size = vocab_size
+        self._config = config
+        self._post = post
+        self._liveness = Liveness(
+            heartbeat_interval=config.heartbeat_interval,
+            peer_timeout=config.peer_timeout,
+            clock=clock,
+        )
+        self._writer = LayerWriter(
+            transfer=transfer,
+            memory=memory,
+            read_counter=read_counter,
+            post=post,
+            on_failed=self._on_attempt_failed,
+        )
+        self._links: dict[Peer, Link] = {}
+        self._inbox: deque[Step] = deque()
+        self._next_job = 1
+
+    # --- From the engine, any thread ---
+
+    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+        """`EngineHooks`: a step with these chunks starts at counter `base`."""
+        self._inbox.append(Step(base=base, chunks=chunks))
+        self._transfer.wake()
+
+    # --- The loop ---
+
+    def poll(self, timeout: float) -> None:
+        """One look at everything: transfer events, the layer counter, the clocks."""
+        timeout = min(timeout, self._config.heartbeat_interval / 2)
+        busy = self._writer.busy or self._inbox
+        for event in self._transfer.poll(min(timeout, COUNTER_INTERVAL) if busy else timeout):
+            self._on_event(event)
+        while self._inbox:
+            self._writer.add_step(self._inbox.popleft())
+        self._writer.post_finished_layers()
+        for peer in self._liveness.silent():
+            self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
+        if self._liveness.beat_due():
+            for peer in self._links:
+                self._send(peer, Heartbeat())
+
+    def close(self, why: str) -> None:
+        """Say goodbye to every peer."""
+        for peer in self._links:
+            self._send(peer, Goodbye(why=why))
+
+    @property
+    def num_open_attempts(self) -> int:
+        """Attempts that still hold source pages."""
+        return len(self._writer)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._transfer.send(peer, encode(message))
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case MessageReceived():
+                try:
+                    self._on_message(event.peer, decode(event.data))
+                except ProtocolError as error:
+                    self._transfer.close_peer(event.peer, str(error))
+            case WritesDone():
+                self._writer.on_writes_done(event)
+            case TransferFailed():
+                self._writer.on_transfer_failed(event)
+            case PeerLost():
+                self._on_peer_lost(event)
+
+    # --- Messages ---
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
+        self._liveness.heard(peer)
+        if isinstance(message, Hello):
+            self._on_hello(peer, message)
+            return
+        link = self._links.get(peer)
+        if link is None:
+            raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
+        match message:
+            case PrefillRequest():
+                self._on_request(peer, link, message)
+            case Cancel():
+                self._on_cancel(peer, link, message)
+            case ProbeRequest():
+                self._on_probe(peer, link, message)
+            case Goodbye():
+                self._transfer.close_peer(peer, f"said goodbye: {message.why}")
+            case Heartbeat():
+                pass
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is nothing a decoder says")
+
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        if peer in self._links:
+            raise ProtocolError("a second Hello on one connection")
+        refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
+        if refused is not None:
+            logger.warning("refused a %s: %s", hello.role, refused.text(received=False))
+            self._send(peer, refused)
+            return
+        for other, link in self._links.items():
+            if link.hello.epoch == hello.epoch:
+                self._transfer.close_peer(other, "the same process connected again")
+        layout = replace(self._memory.layout, num_pages=hello.num_pages)
+        slices = plan_slices([self._memory.layout], [layout])
+        self._links[peer] = Link(peer=peer, hello=hello, layout=layout, slices=slices)
+        self._send(peer, self._hello)
+
+    def _on_request(self, peer: Peer, link: Link, request: PrefillRequest) -> None:
+        if request.attempt in link.attempts:
+            raise ProtocolError(f"attempt {request.attempt:#x} was asked for twice")
+        why = request_problem(
+            request,
+            ours=self._hello,
+            theirs=link.hello,
+            vocab_size=self._vocab_size,
+            num_layers=self._memory.layout.num_layers,
+            slices=link.slices,
+        )
+        permanent = why is not None
+        if why is None and len(self._writer) >= self._config.max_open_attempts:
+            why = f"{len(self._writer)} prompts are in work here already; try again later"
+        if why is not None:
+            rejected = PrefillRejected(attempt=request.attempt, permanent=permanent, why=why)
+            self._send(peer, rejected)
+            return
+        attempt = Attempt(link=link, request=request, job=self._next_job)
+        self._next_job += 1
+        self._writer.open(attempt)
+        self._post(StartPrefill(job=attempt.job, token_ids=request.token_ids))
+
+    def _on_cancel(self, peer: Peer, link: Link, cancel: Cancel) -> None:
+        attempt = link.attempts.get(cancel.attempt)
+        if attempt is None:
+            # Everything was posted and completed (or the end was told before, and this crossed it).
+            ack = CancelAck(attempt=cancel.attempt, posted=None, finished=True)
+        else:
+            self._writer.stop(attempt)
+            ack = CancelAck(attempt=cancel.attempt, posted=attempt.posted, finished=False)
+        self._send(peer, ack)
+
+    def _on_probe(self, peer: Peer, link: Link, probe: ProbeRequest) -> None:
+        scratch = self._memory.scratch_region
+        why = probe_problem(probe, scratch.memory.nbytes)
+        if why is None:
+            pages = np.arange(probe.num_pages, dtype=np.int64)
+            sources = pages % (scratch.memory.nbytes // probe.page_bytes) * probe.page_bytes
+            try:
+                self._transfer.write_pages(
+                    peer,
+                    scratch,
+                    link.hello.tail_region,
+                    probe.page_bytes,
+                    sources,
+                    pages * probe.page_bytes,
+                    probe.imm,
+                )
+            except TransferError as error:
+                why = str(error)
+        if why is not None:
+            self._send(peer, PrefillRejected(attempt=probe.attempt, permanent=True, why=why))
+
+    def _on_attempt_failed(self, attempt: Attempt, why: str) -> None:
+        """Rule 6: a write that will not come becomes a message, or the decoder waits in vain."""
+        number = attempt.request.attempt
+        logger.warning("attempt %#x failed: %s", number, why)
+        self._send(attempt.link.peer, PrefillFailed(attempt=number, why=why, posted=attempt.posted))
+
+    def _on_peer_lost(self, event: PeerLost) -> None:
+        self._liveness.drop(event.peer)
+        link = self._links.pop(event.peer, None)
+        if link is not None:
+            logger.warning("decoder %d lost: %s", event.peer, event.why)
+            self._writer.on_peer_lost(link)

@@ -1,0 +1,138 @@
+"""The prefillers a decoder knows: connecting, greeting, choosing one, connecting again.
+
+DOWN --connect--> GREETING --Hello fits--> READY
+ ^                   |                       |
+ '---- lost, refused, silent: try again after reconnect_interval
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from disagg.kv_layout import KVLayout
+from disagg.messenger.admission import fits, refusal
+from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
+from disagg.messenger.sharding import Slice, plan_slices
+from disagg.transfer.interface import Peer, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
+
+@dataclass(kw_only=True)
+class Prefiller:
+    """One address: DOWN without `peer`, GREETING until `hello` came, then READY.
+
+    `num_failures` counts attempts that failed since the last one that worked.
+    """
+
+    address: Address
+    peer: Peer = 0
+    hello: Hello | None = None
+    slices: tuple[Slice, ...] = ()
+    retry_at: float = 0.0
+    num_attempts: int = 0
+    num_failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPrefiller:
+    """Why no prefiller can take a prompt. `permanent`: those connected could never take it."""
+
+    why: str
+    permanent: bool
+
+
+class Prefillers:
+    """All prefillers of one decoder. `on_link(address, ready, why)` reports each change."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        *,
+        transfer: TransferEngine,
+        hello: Hello,
+        layout: KVLayout,
+        reconnect_interval: float,
+        clock: Callable[[], float],
+        on_link: Callable[[Address, bool, str], None],
+    ) -> None:
+        self._prefillers = [Prefiller(address=address) for address in addresses]
+        self._transfer = transfer
+        self._hello = hello
+        self._layout = layout
+        self._reconnect_interval = reconnect_interval
+        self._clock = clock
+        self._on_link = on_link
+
+    def __len__(self) -> int:
+        return len(self._prefillers)
+
+    def connect_due(self) -> list[Peer]:
+        """Start the connections whose time has come; a Hello is due on each."""
+        due = [p for p in self._prefillers if not p.peer and self._clock() >= p.retry_at]
+        for prefiller in due:
+            prefiller.peer = self._transfer.connect(*prefiller.address)
+        return [prefiller.peer for prefiller in due]
+
+    def ready(self) -> list[Prefiller]:
+        """Those that may be asked."""
+        return [prefiller for prefiller in self._prefillers if prefiller.hello is not None]
+
+    def choose(self, num_tokens: int) -> Prefiller | NoPrefiller:
+        """For a prompt: the one with the fewest recent failures, then the fewest attempts."""
+        ready = self.ready()
+        if not ready:
+            return NoPrefiller(why="no prefiller is connected", permanent=False)
+        problems = [fits(p.hello, num_tokens) for p in ready if p.hello is not None]
+        able = [p for p, problem in zip(ready, problems, strict=True) if problem is None]
+        if not able:
+            return NoPrefiller(why=next(filter(None, problems)), permanent=True)
+        return min(able, key=lambda p: (p.num_failures, p.num_attempts))
+
+    def greet(self, peer: Peer, hello: Hello) -> HelloRefused | None:
+        """A prefiller answered with its Hello: READY, or why the pair cannot work."""
+        prefiller = self._by_peer(peer)
+        if prefiller is None or prefiller.hello is not None:
+            raise ProtocolError("a second Hello on one connection")
+        refused = refusal(self._hello, hello, accepts=(Role.PREFILLER,))
+        if refused is not None:
+            return refused
+        source = replace(self._layout, num_pages=hello.num_pages)
+        prefiller.slices = plan_slices([source], [self._layout])
+        prefiller.hello = hello
+        self._on_link(prefiller.address, True, "ready")
+        return None
+
+    def lost(self, peer: Peer, why: str) -> None:
+        """The connection is over: down, until it is tried again."""
+        prefiller = self._by_peer(peer)
+        if prefiller is None:
+            return
+        prefiller.peer, prefiller.hello, prefiller.num_attempts = 0, None, 0
+        prefiller.retry_at = self._clock() + self._reconnect_interval
+        self._on_link(prefiller.address, False, why)
+
+    def succeeded(self, peer: Peer) -> None:
+        """An attempt there was completed."""
+        prefiller = self._by_peer(peer)
+        if prefiller is not None:
+            prefiller.num_failures = 0
+
+    def failed(self, peer: Peer) -> None:
+        """An attempt there failed."""
+        prefiller = self._by_peer(peer)
+        if prefiller is not None:
+            prefiller.num_failures += 1
+
+    def ended(self, peer: Peer) -> None:
+        """An attempt there is over, in whatever way."""
+        prefiller = self._by_peer(peer)
+        if prefiller is not None:
+            prefiller.num_attempts -= 1
+
+    def _by_peer(self, peer: Peer) -> Prefiller | None:
+        return next((p for p in self._prefillers if p.peer == peer and peer), None)
