@@ -1,0 +1,133 @@
+"""The Llama family: decoder layers with grouped-query attention over a paged KV cache.
+
+    hidden --norm--> qkv --rope--> KV appended to pages, attention --o_proj--> (+) --> on_layer()
+       \\______________________________________________________________________/ |
+                                             next layer <-- (+) <-- MLP <-- norm -+
+
+`on_layer()` is the tick of the layer counter: a page of this layer may leave the node right after
+it, so it comes after the KV append and (for the sake of tensor parallelism, where that step is an
+all-reduce) after the attention output projection. What is in a batch and where its pages lie is
+known to the planned `PagedAttention` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from disagg.config import ModelConfig
+from disagg.model.attention import PagedAttention
+from disagg.model.layers import (
+    GatedMLP,
+    Linear,
+    ReadTensor,
+    apply_rope,
+    read_linear,
+    rope_frequencies,
+    rope_tables,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayer:
+    """Weights of one layer; norms are `[hidden_size]`, `qkv` stacks query, key and value heads."""
+
+    input_norm: Tensor
+    qkv: Linear
+    o_proj: Linear
+    post_attention_norm: Tensor
+    mlp: GatedMLP
+
+
+class LlamaModel:
+    """A LlamaForCausalLM for inference. `config` is its shape; it keeps nothing between calls."""
+
+    def __init__(self, config: ModelConfig, read: ReadTensor) -> None:
+        """Take the weights through `read`; ValueError if one is missing or of a wrong shape."""
+        self.config = config
+        vocab_shape = (config.vocab_size, config.hidden_size)
+        self._embedding = read("model.embed_tokens.weight", vocab_shape)
+        self._layers = [_read_layer(config, read, layer) for layer in range(config.num_layers)]
+        self._norm = read("model.norm.weight", (config.hidden_size,))
+        head = self._embedding
+        if not config.tie_word_embeddings:
+            head = read("lm_head.weight", vocab_shape)
+        self._head = Linear(weight=head)
+        self._frequencies = rope_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_pages: Sequence[Tensor],
+        attention: PagedAttention,
+        on_layer: Callable[[], None],
+    ) -> Tensor:
+        """Run one step; return hidden states after the final norm: `[T, hidden_size]`.
+
+        `token_ids` and `positions` are int64 `[T]`, the batch's requests one after another.
+        `kv_pages` holds one tensor per layer, `[num_pages, *page_shape]`; the new tokens' KV is
+        written into it. `attention` has been planned for this step. `on_layer()` is called once
+        per layer, as the module's picture shows.
+        """
+        hidden = F.embedding(token_ids, self._embedding)  # [T, hidden_size]
+        cos, sin = rope_tables(positions, self._frequencies, hidden.dtype)
+        for layer, pages in zip(self._layers, kv_pages, strict=True):
+            normed = self._normalise(hidden, layer.input_norm)
+            hidden = hidden + self._attend(layer, normed, cos, sin, pages, attention)
+            on_layer()
+            hidden = hidden + layer.mlp(self._normalise(hidden, layer.post_attention_norm))
+        return self._normalise(hidden, self._norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, float32 `[R, vocab_size]`, from forward's rows `[R, H]`."""
+        return self._head(hidden).float()
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pages: Tensor,
+        attention: PagedAttention,
+    ) -> Tensor:
+        num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
+        qkv = layer.qkv(normed)
+        qkv = qkv.view(len(qkv), -1, self.config.head_dim)  # [T, all heads, head_dim]
+        qk = apply_rope(qkv[:, :-num_kv_heads], cos, sin)
+        attention.append(qk[:, num_qo_heads:], qkv[:, -num_kv_heads:], pages)
+        return layer.o_proj(
+            attention.run(qk[:, :num_qo_heads], pages).flatten(1)
+        )  # [T, hidden_size]
+
+    def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _read_layer(config: ModelConfig, read: ReadTensor, layer: int) -> DecoderLayer:
+    prefix = f"model.layers.{layer}."
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_rows = config.num_qo_heads * config.head_dim
+    kv_rows = config.num_kv_heads * config.head_dim
+    qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
+    return DecoderLayer(
+        input_norm=read(f"{prefix}input_layernorm.weight", (hidden,)),
+        qkv=read_linear(read, attention, qkv, hidden, config.attention_bias),
+        o_proj=read_linear(read, attention, {"o_proj": hidden}, q_rows, config.attention_bias),
+        post_attention_norm=read(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        mlp=GatedMLP(
+            gate_up=read_linear(read, mlp, gate_up, hidden, config.mlp_bias),
+            down=read_linear(read, mlp, {"down_proj": hidden}, intermediate, config.mlp_bias),
+        ),
+    )

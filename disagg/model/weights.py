@@ -1,0 +1,243 @@
+"""A Hugging Face checkpoint folder: its shape, its tensors, its fingerprint.
+
+    folder | config.json [generation_config.json]               -> ModelConfig
+           | model.safetensors                     -mapped-+
+           | or model.safetensors.index.json + shards -----+-> Checkpoint.read(name, shape) -> model
+                                                           +-> fingerprint(folder)
+
+Files are memory mapped. A tensor that the model uses as it is stays in the mapping; one that is
+fused with others or converted is copied, one at a time. Whatever the model could only compute
+wrongly (an unknown architecture, a tensor left over, quantised weights) is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from disagg.config import ITEMSIZE, Llama3RopeScaling, ModelConfig
+from disagg.model.gqa import LlamaModel
+
+#: Architectures by the name in config.json: the `model_type` that goes with it, the class.
+ARCHITECTURES = {"LlamaForCausalLM": ("llama", LlamaModel)}
+
+#: dtypes of stored weights that `Checkpoint.read` converts.
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Of each tensor, the fingerprint covers this many blocks of this many bytes, evenly spread.
+SAMPLED_BLOCKS = 16
+SAMPLED_BLOCK_BYTES = 4096
+
+
+def load_model(folder: Path, dtype: str) -> LlamaModel:
+    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16").
+
+    ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
+    """
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+    config = read_config(folder)
+    checkpoint = Checkpoint(folder, getattr(torch, dtype))
+    _, model_class = ARCHITECTURES[config.architecture]
+    model = model_class(config, checkpoint.read)
+    checkpoint.refuse_unread(tied=config.tie_word_embeddings)
+    return model
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Shape of the model in `folder`, with transformers' defaults for what config.json leaves out.
+
+    End tokens are those of generation_config.json, or of config.json where that names none.
+    """
+    raw = _read_json(folder, "config.json")
+    architectures = raw.get("architectures") or ["none"]
+    if architectures[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"{folder} holds an architecture that is not supported: {architectures[0]}; supported:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError) as error:
+        text = str(error).partition("\n")[0]
+        raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
+    _refuse_unsupported(folder, config, architectures[0])
+    eos = config.eos_token_id
+    if (folder / "generation_config.json").exists():
+        eos = _read_json(folder, "generation_config.json").get("eos_token_id", eos)
+    return ModelConfig(
+        architecture=architectures[0],
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_qo_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_positions=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_parameters["rope_theta"],
+        rope_scaling=_rope_scaling(folder, config.rope_parameters),
+        tie_word_embeddings=config.tie_word_embeddings,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """32 hex digits that differ between models whose KV must not be mixed.
+
+    Covers the config as far as it shapes what is computed, every tensor's name, shape and stored
+    dtype, and a sample of its bytes (all of them up to 64 KiB). How the tensors are spread over
+    files does not count. Milliseconds for a model of 270 MB.
+    """
+    config = dataclasses.asdict(read_config(folder))
+    # These two say when to stop, not what to compute.
+    del config["eos_token_ids"], config["max_positions"]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    checkpoint = Checkpoint(folder, torch.float32)
+    for name in sorted(checkpoint.names):
+        tensor = checkpoint.stored(name)
+        digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(_sample(tensor))
+    return digest.hexdigest()[:32]
+
+
+class Checkpoint:
+    """The tensors of a folder, by name, read in one dtype."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Map the files; ValueError if one is missing or damaged."""
+        self._folder = folder
+        self._dtype = dtype
+        files: list[Any] = [_open(path) for path in _weight_files(folder)]  # safe_open is untyped
+        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._unread = set(self._file_of)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as it is stored, in the mapped file."""
+        if name not in self._file_of:
+            raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor in the checkpoint's dtype (see `layers.ReadTensor`)."""
+        tensor = self.stored(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} in {self._folder} has the wrong shape; expected {list(shape)}, got"
+                f" {list(tensor.shape)}; config.json and weights do not belong together"
+            )
+        if tensor.dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{name} in {self._folder} is stored as {tensor.dtype}; expected one of"
+                f" {', '.join(str(dtype) for dtype in STORED_DTYPES)}"
+            )
+        self._unread.discard(name)
+        return tensor.to(self._dtype)
+
+    def refuse_unread(self, *, tied: bool) -> None:
+        """ValueError if a tensor was never read: the checkpoint is not quite this architecture."""
+        for name in sorted(self._unread):
+            # Old checkpoints store the rope frequencies; tied ones may store the head as well.
+            if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight"):
+                raise ValueError(
+                    f"{self._folder} has the tensor {name}, which this architecture does not use;"
+                    " the model would compute something else than it was trained to"
+                )
+
+
+def _refuse_unsupported(folder: Path, config: PreTrainedConfig, architecture: str) -> None:
+    """ValueError if the config asks for something that would silently be left out."""
+    model_type, _ = ARCHITECTURES[architecture]
+    required: dict[str, Any] = {"model_type": model_type, "hidden_act": "silu"}
+    for name, wanted in required.items():
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"{folder}: {name} {getattr(config, name)!r} is not supported by {architecture};"
+                f" expected {wanted!r}"
+            )
+    for name in ("quantization_config", "sliding_window"):
+        if getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{folder}: config.json sets {name}, which is not supported; use a checkpoint"
+                " without it"
+            )
+    if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
+        raise ValueError(
+            f"{folder}: num_attention_heads ({config.num_attention_heads}) must be a multiple of"
+            f" num_key_value_heads ({config.num_key_value_heads}) and head_dim"
+            f" ({config.head_dim}) even"
+        )
+
+
+def _rope_scaling(folder: Path, parameters: dict[str, Any]) -> Llama3RopeScaling | None:
+    kind = parameters["rope_type"]
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{folder}: partial_rotary_factor is not supported; expected none or 1")
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(
+            f"{folder}: rope scaling {kind!r} is not supported; expected default or llama3"
+        )
+    fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
+    return Llama3RopeScaling(**{name: parameters[name] for name in fields})
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} does not exist")
+    try:
+        content: dict[str, Any] = json.loads((folder / name).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model folder {folder} has no {name}") from None
+    except ValueError as error:
+        raise ValueError(f"{folder / name} is not valid JSON: {error}") from error
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ValueError(
+            f"model folder {folder} has no weights; expected {single.name} or an index"
+        )
+    shards = sorted(set(_read_json(folder, index.name)["weight_map"].values()))
+    for shard in shards:
+        if not (folder / shard).exists():
+            raise ValueError(f"model folder {folder} lacks {shard}, which its index names")
+    return [folder / shard for shard in shards]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or half copied: {error}") from error
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """All bytes of a small tensor, `SAMPLED_BLOCKS` spread blocks of a large one."""
+    stored = tensor.reshape(-1).view(torch.uint8)
+    if len(stored) <= SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES:
+        return stored.numpy().tobytes()
+    stride = (len(stored) - SAMPLED_BLOCK_BYTES) // (SAMPLED_BLOCKS - 1)
+    return stored.unfold(0, SAMPLED_BLOCK_BYTES, stride).numpy().tobytes()
