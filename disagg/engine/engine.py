@@ -1,0 +1,424 @@
+"""One replica: takes requests and prefill jobs from any thread, computes step by step in one.
+
+One class, three uses. Undivided: it prefills all N prompt tokens and samples after the last.
+Prefiller: jobs say what to compute, positions 0..N-2, and nothing is sampled. Decoder (`remote`):
+positions 0..N-2 are filled by a prefiller and token N-1 runs as an ordinary decode token.
+
+    any thread    submit, cancel, post ---> inbox
+                                              |  drained between two steps, wakes the idle loop
+    one thread    step(): drain -> admit (on_fetch) -> schedule -> on_step_scheduled(base, chunks)
+                          -> run -> free -> on_output
+
+Since the inbox is drained between steps only, no step that names a page is running when an event
+frees it. A step that raises ends the engine: every counter base after it would be wrong.
+
+Who owns a fetched page: the attempt, from `on_fetch` until `KVReady` makes it the request's, or
+`KVReleased` frees it. A request whose attempt failed or that was cancelled leaves without them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from disagg.engine.kv_cache import LayerCounter
+from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
+from disagg.engine.sequence import Kind, Sequence, State
+from disagg.hooks import (
+    EngineEvent,
+    EngineHooks,
+    FetchKV,
+    KVFailed,
+    KVReady,
+    KVReleased,
+    NextStep,
+    PrefillChunk,
+    ReleasePrefill,
+    StartPrefill,
+    StopPrefill,
+)
+from disagg.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a runner: see `runner.Runner`."""
+
+    counter: LayerCounter
+
+    @property
+    def increments_per_step(self) -> int: ...
+
+    def run(self, spans: tuple[Span, ...]) -> list[list[int]]: ...
+
+
+class OnOutput(Protocol):
+    """Called by the engine thread; must return at once and not raise.
+
+    `finish` is set in the last call for a request; `error` says why if it is ERROR.
+    """
+
+    def __call__(
+        self, number: int, new_tokens: list[int], finish: FinishReason | None, error: str | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What is free and what is open; all back at their start values when nothing is going on."""
+
+    free_pages: int
+    free_tail_slots: int
+    open_requests: int
+    open_jobs: int
+    open_attempts: int
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """Pages and slot that a remote writer may write into. `sequence` is None once nobody waits."""
+
+    sequence: Sequence | None
+    page_indices: tuple[int, ...]
+    tail_slot: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cancel:
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stop:
+    pass
+
+
+class Engine:
+    """See the module. `hooks` is the messenger's side; an undivided engine has none.
+
+    `on_dead` is called once, by the engine thread, with what a step raised.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: Scheduler,
+        *,
+        on_output: OnOutput,
+        hooks: EngineHooks | None = None,
+        remote: bool = False,
+        on_dead: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        if remote and hooks is None:
+            raise ValueError("a remote engine needs hooks, expected EngineHooks, got None")
+        self._runner = runner
+        self._scheduler = scheduler
+        self._on_output = on_output
+        self._hooks = hooks
+        self._remote = remote
+        self._on_dead = on_dead
+
+        self._inbox: queue.SimpleQueue[Sequence | _Cancel | _Stop | EngineEvent] = (
+            queue.SimpleQueue()
+        )
+        # Guards the next two: whoever submits either sees `_ended` or is answered when it is set.
+        self._lock = threading.Lock()
+        self._open: dict[int, Sequence] = {}
+        self._ended: str | None = None
+        self._numbers = itertools.count(1)
+
+        # The engine thread's alone.
+        self._jobs: dict[int, Sequence] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._attempt_numbers = itertools.count(1)
+
+    # From any thread
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its number, by which `on_output` and `cancel` name it.
+
+        ValueError if it can never be served, RuntimeError if the engine has ended.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise RuntimeError(f"the engine takes no more requests: {self._ended}")
+            number = next(self._numbers)
+            sequence = self._scheduler.new_request(number, request, remote=self._remote)
+            self._open[number] = sequence
+            self._inbox.put(sequence)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Answer a request CANCELLED and stop its work; one unknown or finished is left alone."""
+        self._inbox.put(_Cancel(number=number))
+
+    def post(self, event: EngineEvent) -> None:
+        """Hand over an event of the messenger.
+
+        ValueError for a `StartPrefill` that can never be computed here; nothing else is checked.
+        """
+        if isinstance(event, StartPrefill):
+            self._inbox.put(self._scheduler.new_job(event.job, event.token_ids))
+        else:
+            self._inbox.put(event)
+
+    def stats(self) -> EngineStats:
+        """A look from any thread; exact when nothing is going on. Resources are freed before the
+        output that ends a request is delivered, so after the last one all is back."""
+        return EngineStats(
+            free_pages=self._scheduler.pages.num_free,
+            free_tail_slots=self._scheduler.slots.num_free,
+            open_requests=len(self._open),
+            open_jobs=len(self._jobs),
+            open_attempts=len(self._attempts),
+        )
+
+    def stop(self) -> None:
+        """After the step that is running: take no more requests, answer the open ones with an
+        error, end `run_forever`. May be called twice."""
+        self._inbox.put(_Stop())
+
+    # In the engine thread
+
+    def run_forever(self) -> None:
+        """Step until `stop`, sleeping while there is nothing to do. Raises what a step raised."""
+        did_work = True
+        while self._ended is None:
+            did_work = self.step(wait=not did_work)
+
+    def step(self, *, wait: bool = False) -> bool:
+        """Drain the inbox, then run one step if any tokens can be computed.
+
+        With `wait` sleeps until the inbox has something. Returns whether anything was done; if
+        not, nothing can be done until something is submitted, cancelled or posted.
+        RuntimeError if the engine has ended.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"the engine runs no more steps: {self._ended}")
+        try:
+            drained = self._drain(wait)
+            ran = self._ended is None and self._run_step()
+        except BaseException as error:
+            self._end(f"a step failed: {error!r}")
+            if self._on_dead is not None:
+                self._on_dead(error)
+            raise
+        return drained or ran
+
+    def _drain(self, wait: bool) -> bool:
+        drained = False
+        while True:
+            try:
+                item = self._inbox.get(block=wait and not drained)
+            except queue.Empty:
+                return drained
+            drained = True
+            self._handle(item)
+
+    def _handle(self, item: Sequence | _Cancel | _Stop | EngineEvent) -> None:
+        match item:
+            case Sequence(kind=Kind.GENERATE):
+                self._scheduler.add(item)
+            case Sequence():
+                assert item.number not in self._jobs, f"job {item.number} was started before"
+                self._jobs[item.number] = item
+                self._scheduler.add(item)
+            case _Cancel(number=number):
+                self._cancel(number)
+            case _Stop():
+                self._end("the engine was stopped")
+            case KVReady(attempt=attempt):
+                self._on_kv_ready(attempt)
+            case KVFailed(attempt=attempt, why=why, then=then):
+                self._on_kv_failed(attempt, why, then)
+            case KVReleased(attempt=attempt):
+                self._on_kv_released(attempt)
+            case StopPrefill(job=job):
+                self._stop_job(job)
+            case ReleasePrefill(job=job):
+                self._release_job(job)
+
+    def _run_step(self) -> bool:
+        for sequence in self._scheduler.admit():
+            self._fetch(sequence)
+        step = self._scheduler.schedule()
+        if not step.spans:
+            return False
+        # Read, not calculated: steps that others ran (a warm-up) have counted, too.
+        base = self._runner.counter.read()
+        chunks = _chunks(step)
+        if chunks and self._hooks is not None:
+            self._hooks.on_step_scheduled(base, chunks)
+        sampled = self._runner.run(step.spans)
+        added = self._runner.counter.read() - base
+        assert added == self._runner.increments_per_step, (
+            f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
+        )
+        outputs = [
+            (sequence, self._after_span(sequence, span, tokens))
+            for sequence, span, tokens in zip(step.sequences, step.spans, sampled, strict=True)
+        ]
+        # Everything is freed by now, so a client that sees its end sees the balance restored.
+        for sequence, kept in outputs:
+            if kept:
+                self._deliver(sequence.number, kept, sequence.finish)
+        return True
+
+    def _after_span(self, sequence: Sequence, span: Span, sampled: list[int]) -> list[int]:
+        """Book what a step computed of one sequence; return the new tokens that count."""
+        sequence.num_computed += len(span.token_ids)
+        if sequence.kind is Kind.PREFILL:
+            if sequence.num_pending == 0:
+                self._scheduler.hold(sequence)
+            return []
+        # The step that has just ended was the only one to read a fetched tail.
+        self._scheduler.free_tail_slot(sequence)
+        kept = sequence.accept(sampled)
+        if sequence.finish is not None:
+            self._scheduler.release(sequence)
+        return kept
+
+    # Requests
+
+    def _fetch(self, sequence: Sequence) -> None:
+        assert self._hooks is not None, "only a remote engine fetches, and it has hooks"
+        assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
+        attempt = next(self._attempt_numbers)
+        sequence.attempt = attempt
+        self._attempts[attempt] = _Attempt(
+            sequence=sequence,
+            page_indices=sequence.page_indices,
+            tail_slot=sequence.tail_slot,
+        )
+        self._hooks.on_fetch(
+            FetchKV(
+                attempt=attempt,
+                token_ids=tuple(sequence.tokens),
+                page_indices=self._scheduler.pages_to_fetch(sequence),
+                tail_slot=sequence.tail_slot,
+                retries=sequence.retries,
+            )
+        )
+
+    def _cancel(self, number: int) -> None:
+        sequence = self._open.get(number)
+        if sequence is None:
+            logger.debug("cancel of request %d, which is not open", number)
+            return
+        if sequence.attempt is not None:
+            assert self._hooks is not None, "only a remote engine fetches, and it has hooks"
+            self._hooks.on_cancel(sequence.attempt)
+            self._leave_attempt(sequence)
+        self._scheduler.release(sequence)
+        self._deliver(number, [], FinishReason.CANCELLED)
+
+    def _leave_attempt(self, sequence: Sequence) -> None:
+        """Part a request from its attempt, which keeps pages and slot until `KVReleased`."""
+        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
+        self._attempts[sequence.attempt].sequence = None
+        sequence.disown()
+
+    def _waiting_for(self, attempt: int) -> Sequence | None:
+        """The request that waits for an attempt.
+
+        None is harmless: an answer that crossed a cancel. Whatever may still land does so in pages
+        that stay the attempt's until `KVReleased`, and attempt numbers never come back.
+        """
+        known = self._attempts.get(attempt)
+        if known is None or known.sequence is None:
+            logger.debug("nobody waits for attempt %d any more", attempt)
+            return None
+        return known.sequence
+
+    def _on_kv_ready(self, attempt: int) -> None:
+        sequence = self._waiting_for(attempt)
+        if sequence is not None:
+            del self._attempts[attempt]
+            self._scheduler.ready(sequence)
+
+    def _on_kv_failed(self, attempt: int, why: str, then: NextStep) -> None:
+        sequence = self._waiting_for(attempt)
+        if sequence is None:
+            return
+        self._leave_attempt(sequence)
+        if then is NextStep.FAIL:
+            self._scheduler.release(sequence)
+            self._deliver(sequence.number, [], FinishReason.ERROR, why)
+            return
+        # From zero, in fresh pages: the old ones may still be written into.
+        sequence.remote = then is NextStep.RETRY
+        sequence.retries += 1
+        sequence.move_to(State.WAITING)
+        self._scheduler.add(sequence)
+
+    def _on_kv_released(self, attempt: int) -> None:
+        known = self._attempts.get(attempt)
+        if known is None:
+            logger.debug("release of attempt %d, whose pages are the request's or free", attempt)
+            return
+        assert known.sequence is None, f"attempt {attempt} is released, but still waited for"
+        del self._attempts[attempt]
+        self._scheduler.pages.free(known.page_indices)
+        self._scheduler.slots.free((known.tail_slot,))
+
+    # Prefill jobs
+
+    def _stop_job(self, job: int) -> None:
+        sequence = self._jobs.get(job)
+        # One that has computed everything is held already, one released before is gone.
+        if sequence is not None and sequence.state is not State.HELD:
+            self._scheduler.hold(sequence)
+
+    def _release_job(self, job: int) -> None:
+        sequence = self._jobs.pop(job, None)
+        if sequence is None:
+            logger.debug("release of job %d, which was released before", job)
+            return
+        # We are between two steps: the last one that named these pages has ended.
+        self._scheduler.release(sequence)
+
+    # Answers
+
+    def _deliver(
+        self,
+        number: int,
+        new_tokens: list[int],
+        finish: FinishReason | None,
+        error: str | None = None,
+    ) -> None:
+        if finish is not None:
+            with self._lock:
+                del self._open[number]
+        self._on_output(number, new_tokens, finish, error)
+
+    def _end(self, why: str) -> None:
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._ended = why
+            numbers = list(self._open)
+            self._open.clear()
+        for number in numbers:
+            self._on_output(number, [], FinishReason.ERROR, why)
+
+
+def _chunks(step: ScheduledStep) -> list[PrefillChunk]:
+    """The prefill chunks of a step, as the messenger is told of them."""
+    return [
+        PrefillChunk(
+            job=sequence.number,
+            first_token=span.first_token,
+            num_tokens=len(span.token_ids),
+            page_indices=sequence.page_indices,
+            is_last=span.tail_slot is not None,
+            tail_slot=span.tail_slot,
+        )
+        for sequence, span in zip(step.sequences, step.spans, strict=True)
+        if sequence.kind is Kind.PREFILL
+    ]

@@ -1,0 +1,106 @@
+"""The memory a node computes in and others write into: KV pages, tail slots, the layer counter.
+
+Each is a block that another process can map by file descriptor. Where things lie in it is
+`kv_layout.py`; who owns which page is `page_allocator.py`; `serve/node.py` registers the blocks
+with the transfer engine.
+
+    memory       | layer 0 [num_pages, *page_shape] | layer 1 ... |   one torch view a layer
+    tail_memory  | slot 0: attempt id, hidden state | slot 1 ...  |   the id is the messenger's
+    counter      | 64-bit word |                                      engine adds, messenger reads
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from disagg.config import ITEMSIZE, CacheConfig, ModelConfig
+from disagg.kv_layout import KVLayout, TailLayout
+from disagg.shared_memory import SharedMemory
+
+
+class KVCache:
+    """All KV pages and tail slots of one replica, zeroed.
+
+    `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
+    `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
+    """
+
+    def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
+        self.config = config
+        self.layout = KVLayout(
+            order=config.kv_layout,
+            num_layers=model.num_layers,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=ITEMSIZE[config.dtype],
+        )
+        self.tail_layout = TailLayout(
+            num_slots=config.num_tail_slots,
+            hidden_size=model.hidden_size,
+            itemsize=ITEMSIZE[config.dtype],
+        )
+        self.memory = SharedMemory(self.layout.region_bytes, name="disagg-kv")
+        self.tail_memory = SharedMemory(self.tail_layout.region_bytes, name="disagg-tail")
+
+        dtype = getattr(torch, config.dtype)
+        pages = torch.frombuffer(self.memory.buffer, dtype=dtype)
+        self.layers: list[Tensor] = list(
+            pages.view(model.num_layers, config.num_pages, *self.layout.page_shape)
+        )
+        slots = torch.frombuffer(self.tail_memory.buffer, dtype=dtype).view(
+            config.num_tail_slots, -1
+        )
+        first = TailLayout.ID_BYTES // self.tail_layout.itemsize
+        self._tail_hidden = slots[:, first : first + model.hidden_size]
+
+    def tail_hidden(self, slot: int) -> Tensor:
+        """The hidden state in a tail slot: a view `[hidden_size]` in `config.dtype`."""
+        return self._tail_hidden[slot]
+
+    def close(self) -> None:
+        """Close both descriptors; views stay valid while they are held. May be called twice."""
+        self.memory.close()
+        self.tail_memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LayerCounter:
+    """How many layers this node has ever finished: one 64-bit word that only grows.
+
+    One thread adds; anybody reads, also another process that maps `memory`. A reader that sees a
+    value sees the KV bytes stored before it: both sides are plain aligned stores and loads, which
+    x86 keeps in order.
+    """
+
+    def __init__(self) -> None:
+        self.memory = SharedMemory(8, name="disagg-counter")
+        self._word = self.memory.bytes.view(np.uint64)
+
+    def add(self) -> None:
+        """Count one more layer, or the end of a step."""
+        self._word[0] += np.uint64(1)
+
+    def read(self) -> int:
+        """The value now."""
+        return int(self._word[0])
+
+    def close(self) -> None:
+        """Close the descriptor. May be called twice."""
+        self.memory.close()

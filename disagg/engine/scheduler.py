@@ -1,0 +1,257 @@
+"""Which tokens of which sequences the next step computes. No tensors, no threads, no clock.
+
+Continuous batching with chunked prefill: every step takes one token of each decoding sequence
+first, then fills the rest of `max_batch_tokens` with chunks of prompts, in order of arrival.
+
+    waiting --admit()--> fetching --ready()--> running --hold()--> held     (held: in no list)
+       |  \\-----------------------------------> |  ^
+       '------------------ release() ----------' +--'  schedule() picks from `running`
+
+Admission is first come, first served, and reserves all the pages a sequence can ever need. So a
+running sequence never lacks a page: nothing is preempted and nothing deadlocks. The head of the
+queue that does not fit now waits, and all behind it, so that small ones do not starve it.
+
+A prefill job takes its tail slot with its last chunk, not at admission: slots then bound the jobs
+that are being handed over, not those still computing. This cannot deadlock, since a job that has
+a slot computes its last chunk in that same step and needs nothing more from this engine; the slot
+comes back when its writes have ended. Jobs that wait for a slot get it in order of arrival.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass
+
+from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
+from disagg.engine.page_allocator import PageAllocator
+from disagg.engine.sequence import Kind, Sequence, State
+from disagg.kv_layout import pages_for
+from disagg.request import Request, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
+
+    `page_indices` holds every token up to the span's last. `sampling` is set if the step samples
+    a token after the last; `tail_slot` if it copies the last hidden state there.
+    """
+
+    first_token: int
+    token_ids: tuple[int, ...]
+    page_indices: tuple[int, ...]
+    sampling: SamplingParams | None
+    tail_slot: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledStep:
+    """What the next step computes: `spans[i]` belongs to `sequences[i]`, each sequence once."""
+
+    sequences: tuple[Sequence, ...]
+    spans: tuple[Span, ...]
+
+
+class Scheduler:
+    """Queues, pages and tail slots of one engine; used by the engine thread alone.
+
+    Only `new_request` and `new_job` may be called from any thread: they read what never changes.
+    """
+
+    def __init__(self, limits: SchedulerConfig, cache: CacheConfig, model: ModelConfig) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.model = model
+        self.pages = PageAllocator(cache.num_pages)
+        self.slots = PageAllocator(cache.num_tail_slots, kind="tail slot")
+        # Both in order of arrival.
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._arrivals = itertools.count()
+
+    def new_request(self, number: int, request: Request, *, remote: bool = False) -> Sequence:
+        """A sequence for a request, not queued yet. `max_tokens` is clipped to the model's limit.
+
+        ValueError if it can never run: empty prompt, unknown token, longer than the model's
+        positions or the whole pool.
+        """
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        self._check_prompt(prompt)
+        sequence = Sequence(
+            number=number,
+            kind=Kind.GENERATE,
+            tokens=list(prompt),
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            max_tokens=min(sampling.max_tokens, self.model.max_positions - len(prompt)),
+            stop_token_ids=frozenset(() if sampling.ignore_eos else self.model.eos_token_ids),
+            remote=remote,
+        )
+        self._check_fits(
+            sequence, f"{len(prompt)} prompt tokens + max_tokens {sequence.max_tokens}"
+        )
+        return sequence
+
+    def new_job(self, job: int, token_ids: tuple[int, ...]) -> Sequence:
+        """A sequence that computes positions 0..N-2 of a prompt, not queued yet.
+
+        ValueError if it can never run, as in `new_request`, or has less than 2 tokens.
+        """
+        self._check_prompt(token_ids)
+        if len(token_ids) < 2:
+            raise ValueError("a prompt of 1 token leaves nothing to prefill; decode it where it is")
+        sequence = Sequence(
+            number=job,
+            kind=Kind.PREFILL,
+            tokens=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=SamplingParams(),
+            max_tokens=0,
+        )
+        self._check_fits(sequence, f"{len(token_ids) - 1} tokens to prefill")
+        return sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a WAITING sequence; one that was queued before gets its old place back."""
+        if sequence.arrival is None:
+            sequence.arrival = next(self._arrivals)
+        bisect.insort(self.waiting, sequence, key=_arrival)
+
+    def admit(self) -> list[Sequence]:
+        """Give pages to the head of the queue while it fits; return those that now are FETCHING."""
+        to_fetch: list[Sequence] = []
+        while self.waiting:
+            sequence = self.waiting[0]
+            # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
+            count = pages_for(sequence.num_tokens_to_reserve, self.cache.page_size)
+            pages = self.pages.allocate(count)
+            if pages is None:
+                break
+            sequence.page_indices = pages
+            if not sequence.fetches:
+                self.waiting.pop(0)
+                self._run(sequence)
+            elif self._take_slot(sequence):
+                self.waiting.pop(0)
+                sequence.move_to(State.FETCHING)
+                to_fetch.append(sequence)
+            else:
+                self.pages.free(pages)
+                sequence.page_indices = ()
+                break
+        return to_fetch
+
+    def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
+        """The pages of positions 0..N-2: one less than those of the prompt where N = k * P + 1."""
+        return sequence.page_indices[
+            : pages_for(sequence.num_prompt_tokens - 1, self.cache.page_size)
+        ]
+
+    def ready(self, sequence: Sequence) -> None:
+        """KV of positions 0..N-2 has landed in the pages of a FETCHING sequence: let it decode."""
+        sequence.num_computed = sequence.num_prompt_tokens - 1
+        sequence.attempt = None
+        self._run(sequence)
+
+    def schedule(self) -> ScheduledStep:
+        """Pick the next step's tokens: decodes, then chunks, at most one span of a sequence."""
+        budget = self.limits.max_batch_tokens
+        sequences: list[Sequence] = []
+        spans: list[Span] = []
+        # Sorting keeps the order of arrival among the decodes and among the rest.
+        for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
+            if budget == 0 or len(spans) == self.limits.max_batch_size:
+                break
+            span = self._cut_span(sequence, budget)
+            if span is not None:
+                sequences.append(sequence)
+                spans.append(span)
+                budget -= len(span.token_ids)
+        return ScheduledStep(sequences=tuple(sequences), spans=tuple(spans))
+
+    def hold(self, sequence: Sequence) -> None:
+        """Schedule a job no more, but keep what it owns: somebody may still read it."""
+        self._remove(sequence)
+        sequence.move_to(State.HELD)
+
+    def release(self, sequence: Sequence) -> None:
+        """End a sequence and free what it owns. No step that names its pages may be running."""
+        self._remove(sequence)
+        sequence.move_to(State.FINISHED)
+        self.free_tail_slot(sequence)
+        self.pages.free(sequence.page_indices)
+        sequence.disown()
+
+    def free_tail_slot(self, sequence: Sequence) -> None:
+        """Give the tail slot back, if the sequence has one."""
+        if sequence.tail_slot is not None:
+            self.slots.free((sequence.tail_slot,))
+            sequence.tail_slot = None
+
+    def _cut_span(self, sequence: Sequence, budget: int) -> Span | None:
+        """The next tokens of a running sequence, or None if its last chunk must wait for a slot."""
+        assert sequence.num_pending > 0, f"sequence {sequence.number} runs without work"
+        count = min(sequence.num_pending, budget)
+        is_last = count == sequence.num_pending
+        is_job = sequence.kind is Kind.PREFILL
+        if is_job and is_last and not self._take_slot(sequence):
+            return None
+        end = sequence.num_computed + count
+        return Span(
+            first_token=sequence.num_computed,
+            token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
+            page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],
+            sampling=sequence.sampling if is_last and not is_job else None,
+            tail_slot=sequence.tail_slot if is_last and is_job else None,
+        )
+
+    def _take_slot(self, sequence: Sequence) -> bool:
+        """Take a tail slot for a sequence that has none; False means "not now"."""
+        assert sequence.tail_slot is None, f"sequence {sequence.number} has a tail slot already"
+        slots = self.slots.allocate(1)
+        if slots is None:
+            return False
+        (sequence.tail_slot,) = slots
+        return True
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.move_to(State.RUNNING)
+        bisect.insort(self.running, sequence, key=_arrival)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a sequence out of the list that its state says it is in, if any."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+
+    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        """ValueError unless the model can take this prompt and at least one token after it."""
+        if not token_ids:
+            raise ValueError("the prompt is empty; expected at least 1 token")
+        if min(token_ids) < 0 or max(token_ids) >= self.model.vocab_size:
+            wrong = next(t for t in token_ids if not 0 <= t < self.model.vocab_size)
+            raise ValueError(
+                f"token id out of the vocabulary; expected 0 to {self.model.vocab_size - 1},"
+                f" got {wrong}; was the prompt made with this model's tokenizer?"
+            )
+        if len(token_ids) >= self.model.max_positions:
+            raise ValueError(
+                f"prompt too long for the model; expected at most {self.model.max_positions - 1}"
+                f" tokens (max_positions less one to generate), got {len(token_ids)}; shorten it"
+            )
+
+    def _check_fits(self, sequence: Sequence, what: str) -> None:
+        """ValueError if not even the empty pool has the pages: waiting would never end."""
+        page_size, num_pages = self.cache.page_size, self.cache.num_pages
+        if not self.pages.can_ever_fit(pages_for(sequence.num_tokens_to_reserve, page_size)):
+            raise ValueError(
+                f"too large for the KV cache; expected at most {num_pages * page_size} tokens"
+                f" ({num_pages} pages of {page_size}), got {what}; ask for less or add pages"
+            )
+
+
+def _arrival(sequence: Sequence) -> int:
+    assert sequence.arrival is not None, f"sequence {sequence.number} was never queued"
+    return sequence.arrival

@@ -1,0 +1,134 @@
+"""One prompt on its way through an engine: its tokens, how many are computed, what it owns.
+
+A sequence is either a request that generates tokens or a prefill job that computes positions
+0..N-2 for somebody else and never samples. Which sequences run is `scheduler.py`.
+
+    WAITING -> RUNNING -> FINISHED            a request that computes everything here
+    WAITING -> FETCHING -> RUNNING ...        a request that has positions 0..N-2 computed elsewhere
+        ^----------'                          (the attempt failed: again, or computed here)
+    WAITING -> RUNNING -> HELD -> FINISHED    a job: HELD until nobody reads its pages any more
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from disagg.request import FinishReason, SamplingParams
+
+
+class Kind(enum.Enum):
+    """What a sequence is for."""
+
+    GENERATE = enum.auto()
+    PREFILL = enum.auto()
+
+
+class State(enum.Enum):
+    """How far a sequence is."""
+
+    WAITING = enum.auto()
+    FETCHING = enum.auto()
+    RUNNING = enum.auto()
+    HELD = enum.auto()
+    FINISHED = enum.auto()
+
+
+#: Every change of state there is.
+TRANSITIONS = {
+    State.WAITING: (State.FETCHING, State.RUNNING, State.HELD, State.FINISHED),
+    State.FETCHING: (State.RUNNING, State.WAITING, State.FINISHED),
+    State.RUNNING: (State.HELD, State.FINISHED),
+    State.HELD: (State.FINISHED,),
+    State.FINISHED: (),
+}
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """`number` is the request's or the job's. `tokens` is the prompt, then the output.
+
+    `num_computed` tokens have their KV in `page_indices`. `max_tokens` bounds the output.
+    `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way.
+    """
+
+    number: int
+    kind: Kind
+    tokens: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    remote: bool = False
+
+    state: State = State.WAITING
+    arrival: int | None = None
+    num_computed: int = 0
+    page_indices: tuple[int, ...] = ()
+    tail_slot: int | None = None
+    attempt: int | None = None
+    retries: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def num_tokens_to_reserve(self) -> int:
+        """Tokens that pages are reserved for at admission: all it can ever need."""
+        if self.kind is Kind.PREFILL:
+            return self.num_prompt_tokens - 1
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known and wait to be computed."""
+        end = self.num_prompt_tokens - 1 if self.kind is Kind.PREFILL else len(self.tokens)
+        return end - self.num_computed
+
+    @property
+    def fetches(self) -> bool:
+        """Whether positions 0..N-2 come from a prefiller; a prompt of one token has none."""
+        return self.remote and self.num_prompt_tokens >= 2
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next token is an ordinary decode token; the last prompt token is one, too."""
+        return self.kind is Kind.GENERATE and self.num_computed >= self.num_prompt_tokens - 1
+
+    def move_to(self, state: State) -> None:
+        """Change the state. AssertionError for a change that the table does not have."""
+        assert state in TRANSITIONS[self.state], (
+            f"sequence {self.number} ({self.kind.name}) cannot go from {self.state} to {state}"
+        )
+        self.state = state
+
+    def accept(self, tokens: list[int]) -> list[int]:
+        """Append sampled tokens one by one up to the first that ends the output; return those kept.
+
+        Sets `finish`. A token that is both the last allowed and a stop token is a stop.
+        """
+        kept: list[int] = []
+        for token in tokens:
+            kept.append(token)
+            self.tokens.append(token)
+            if token in self.stop_token_ids:
+                self.finish = FinishReason.STOP
+            elif len(self.tokens) - self.num_prompt_tokens >= self.max_tokens:
+                self.finish = FinishReason.LENGTH
+            if self.finish is not None:
+                break
+        return kept
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on, and their KV; the prompt always stays."""
+        assert length >= self.num_prompt_tokens, (
+            f"sequence {self.number} cannot be cut to {length} tokens, inside its prompt of"
+            f" {self.num_prompt_tokens}"
+        )
+        del self.tokens[length:]
+        self.num_computed = min(self.num_computed, length)
+
+    def disown(self) -> None:
+        """Forget pages, slot and attempt, and with them all that was computed; frees nothing."""
+        self.page_indices = ()
+        self.tail_slot = None
+        self.attempt = None
+        self.num_computed = 0
