@@ -1,8 +1,8 @@
-"""A toy model for tests of everything around the model: no weights, no rounding, microseconds a step.
+"""A toy model for tests of everything around the model: no weights, no rounding, and quick.
 
-Every number it stores or passes on is an integer below 251, so float32 and bfloat16 hold it exactly
-and no chunking, batching or page order can change a token. Every next token depends on every element
-of every KV page before it, in order: a page that is stale, swapped, shifted or half filled shows.
+Every number it stores or passes on is an integer below 251, so float32 and bfloat16 hold it and no
+chunking, batching or page order can change a token. Every next token depends on every element of
+every KV page before it, in order: a page that is stale, swapped, shifted or half filled shows.
 
     state 0 = f(token, position)      per layer: cells = g(state), stored in the page;
     state l+1 = h(weighted sum of all cells at positions <= own)     token = last state, hashed
@@ -53,7 +53,7 @@ class FakeAttention:
 
 
 class FakeModel:
-    """`before_layer(layer)` is called before each layer's KV is stored; tests look or raise there."""
+    """`before_layer(layer)` is called before a layer's KV is stored; tests look or raise there."""
 
     def __init__(self, config: ModelConfig | None = None, order: PageOrder = PageOrder.HND) -> None:
         self.config = config or fake_config()
@@ -109,7 +109,7 @@ def fake_greedy(config: ModelConfig, prompt: Sequence[int], max_tokens: int) -> 
 
 
 def fake_hidden(config: ModelConfig, tokens: Sequence[int]) -> Tensor:
-    """Hidden states of all positions, float32 `[len(tokens), hidden_size]`, computed without pages."""
+    """Hidden states of all positions, float32 `[len(tokens), hidden_size]`; touches no page."""
     state = _embed(torch.tensor(list(tokens)), torch.arange(len(tokens)))
     for layer in range(config.num_layers):
         state = _attend(_cells(state, layer, config))

@@ -170,10 +170,12 @@ def test_a_request_that_just_fits_runs_and_one_token_more_is_refused():
     add(scheduler, 1, 30, max_tokens=10)
     scheduler.admit()
     assert len(scheduler.running) == 1
-    with pytest.raises(ValueError, match=r"at most 40 tokens \(10 pages of 4\), got 31 prompt .*10"):
+    with pytest.raises(
+        ValueError, match=r"at most 40 tokens \(10 pages of 4\), got 31 prompt .*10"
+    ):
         scheduler.new_request(2, request(31, 10))
     scheduler.new_job(3, (1,) * 41)
-    with pytest.raises(ValueError, match="at most 40 tokens.*got 41 tokens to prefill"):
+    with pytest.raises(ValueError, match=r"at most 40 tokens.*got 41 tokens to prefill"):
         scheduler.new_job(3, (1,) * 42)
 
 

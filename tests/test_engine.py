@@ -1,0 +1,630 @@
+"""The engine: undivided, as prefiller and as decoder; tokens against an oracle, then the balance.
+
+Every test steps engines by hand, but for those of the thread. `Messenger` stands for everything
+between a prefiller and a decoder: it copies pages and tails in the test's own process.
+"""
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.config import CacheConfig
+from disagg.engine.engine import Engine
+from disagg.engine.runner import Runner
+from disagg.hooks import (
+    KVFailed,
+    KVReady,
+    KVReleased,
+    NextStep,
+    ReleasePrefill,
+    StartPrefill,
+    StopPrefill,
+)
+from disagg.kv_layout import PageOrder, pages_for
+from disagg.request import FinishReason, Request, SamplingParams
+from tests.fake_model import (
+    FakeModel,
+    fake_config,
+    fake_greedy,
+    fake_hidden,
+    fake_runner,
+    fake_scheduler,
+)
+
+P = 4
+CONFIG = fake_config()
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple((seed * 31 + 7 * i + i * i) % CONFIG.vocab_size for i in range(length))
+
+
+class Replica:
+    """An engine of the toy model, with what it answered."""
+
+    def __init__(
+        self,
+        *,
+        hooks=None,
+        remote=False,
+        num_pages=40,
+        slots=4,
+        order=PageOrder.HND,
+        config=CONFIG,
+        **limits,
+    ):
+        cache = CacheConfig(
+            num_pages=num_pages, page_size=P, kv_layout=order, dtype="float32", num_tail_slots=slots
+        )
+        self.runner: Runner = fake_runner(cache, model=FakeModel(config, order))
+        self.scheduler = fake_scheduler(cache, config, **limits)
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, tuple[FinishReason, str | None]] = {}
+        self.dead: list[BaseException] = []
+        self.engine = Engine(
+            self.runner,
+            self.scheduler,
+            on_output=self.on_output,
+            hooks=hooks,
+            remote=remote,
+            on_dead=self.dead.append,
+        )
+        self.idle = self.engine.stats()
+
+    def on_output(self, number, new_tokens, finish, error) -> None:
+        assert number not in self.ends, f"request {number} is answered after its end"
+        self.tokens.setdefault(number, []).extend(new_tokens)
+        if finish is not None:
+            self.ends[number] = (finish, error)
+
+    def submit(self, prompt, max_tokens=4, **sampling) -> int:
+        sampling = SamplingParams(max_tokens=max_tokens, **sampling)
+        return self.engine.submit(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
+
+    def step(self) -> bool:
+        counter, did_work = self.runner.counter.read(), self.engine.step()
+        assert self.runner.counter.read() - counter in (0, CONFIG.num_layers + 1)
+        self.scheduler.pages.check()
+        self.scheduler.slots.check()
+        return did_work
+
+    def run(self, max_steps=2000) -> None:
+        """Step until there is nothing to do."""
+        for _ in range(max_steps):
+            if not self.step():
+                return
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+
+class Messenger:
+    """Prefiller and decoder with a hand-over between them; `decoder.engine` is the one to ask.
+
+    With `lose` no fetch is passed on: the test says what becomes of it.
+    """
+
+    def __init__(self, *, budget=512, order=PageOrder.HND, num_pages=40, slots=4, lose=False):
+        same = {"order": order, "num_pages": num_pages, "slots": slots, "max_batch_tokens": budget}
+        self.prefiller = Replica(hooks=self, **same)
+        self.decoder = Replica(hooks=self, remote=True, **same)
+        self.lose = lose
+        self.fetches = {}
+        self.cancelled: list[int] = []
+        self.finished_jobs = []
+        self.steps: list[tuple[int, tuple]] = []
+
+    def on_step_scheduled(self, base, chunks) -> None:
+        assert base == self.prefiller.runner.counter.read()
+        self.steps.append((base, tuple(chunks)))
+        self.finished_jobs += [chunk for chunk in chunks if chunk.is_last]
+
+    def on_fetch(self, fetch) -> None:
+        assert fetch.attempt not in self.fetches
+        assert fetch.num_held_pages == 0
+        assert len(fetch.page_indices) == pages_for(len(fetch.token_ids) - 1, P)
+        self.fetches[fetch.attempt] = fetch
+        if not self.lose:
+            self.start(fetch)
+
+    def on_cancel(self, attempt) -> None:
+        assert attempt in self.fetches
+        self.cancelled.append(attempt)
+
+    def start(self, fetch) -> None:
+        self.prefiller.engine.post(StartPrefill(job=fetch.attempt, token_ids=fetch.token_ids))
+
+    def hand_over(self) -> None:
+        """Copy what the prefiller has finished, as raw bytes."""
+        for chunk in self.finished_jobs:
+            self.copy(chunk)
+            self.decoder.engine.post(KVReady(attempt=chunk.job))
+            self.prefiller.engine.post(ReleasePrefill(job=chunk.job))
+        self.finished_jobs = []
+
+    def copy(self, chunk) -> None:
+        fetch = self.fetches[chunk.job]
+        source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
+        for layer in range(CONFIG.num_layers):
+            theirs = target.layers[layer]
+            theirs[list(fetch.page_indices)] = source.layers[layer][list(chunk.page_indices)]
+        hidden = source.tail_hidden(chunk.tail_slot)
+        expected = fake_hidden(CONFIG, fetch.token_ids)[len(fetch.token_ids) - 2]
+        assert torch.equal(hidden, expected)
+        target.tail_hidden(fetch.tail_slot).copy_(hidden)
+
+    def scribble(self, attempts) -> None:
+        """Late writes of failed or cancelled attempts: garbage into the pages that are theirs."""
+        for attempt in attempts:
+            for layer in self.decoder.runner.kv_cache.layers:
+                layer[list(self.fetches[attempt].page_indices)] = 99.0
+
+    def run(self, max_steps=2000) -> None:
+        for _ in range(max_steps):
+            busy = self.decoder.step() | self.prefiller.step()
+            busy |= bool(self.finished_jobs)
+            self.hand_over()
+            if not busy:
+                return
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def check_balance(self) -> None:
+        assert self.decoder.engine.stats() == self.decoder.idle
+        assert self.prefiller.engine.stats() == self.prefiller.idle
+
+
+# Undivided
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("budget", [1, 3, P, 2 * P, 512])
+def test_every_prompt_length_gives_the_oracles_tokens(order, budget):
+    replica = Replica(num_pages=150, order=order, max_batch_tokens=budget)
+    prompts = [prompt_of(length, seed=length) for length in range(1, 4 * P + 3)]
+    numbers = [replica.submit(prompt, 5) for prompt in prompts]
+    replica.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert replica.tokens[number] == fake_greedy(CONFIG, prompt, 5), len(prompt)
+        assert replica.ends[number] == (FinishReason.LENGTH, None)
+    assert replica.engine.stats() == replica.idle
+
+
+def test_long_generations_in_too_small_a_pool_queue_and_all_finish():
+    replica = Replica(num_pages=25)  # 10 pages each: room for two and a half
+    prompts = [prompt_of(8, seed) for seed in range(4)]
+    numbers = [replica.submit(prompt, 32) for prompt in prompts]
+    replica.run(max_steps=70)
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert replica.tokens[number] == fake_greedy(CONFIG, prompt, 32)
+    assert replica.engine.stats() == replica.idle
+
+
+def test_what_never_fits_is_refused_at_once_and_the_next_is_served():
+    replica = Replica(num_pages=10)
+    with pytest.raises(ValueError, match="at most 40 tokens"):
+        replica.submit(prompt_of(33), 8)
+    for wrong in ((), (97,), (-1,), prompt_of(64)):
+        with pytest.raises(ValueError, match="expected"):
+            replica.submit(wrong)
+    number = replica.submit(prompt_of(3), 2)
+    replica.run()
+    assert replica.tokens == {number: fake_greedy(CONFIG, prompt_of(3), 2)}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+@pytest.mark.parametrize("stop_at", [0, 1, 4])
+def test_the_first_stop_ends_the_output(remote, length, max_tokens, stop_at):
+    prompt = prompt_of(length, seed=3)
+    eos = fake_greedy(CONFIG, prompt, 5)[stop_at]
+    config = fake_config(eos_token_ids=(eos,))
+    messenger = Messenger()
+    replica = messenger.decoder if remote else Replica()
+    replica.scheduler.model = config
+    expected = fake_greedy(config, prompt, max_tokens)
+    finish = FinishReason.STOP if expected[-1] == eos else FinishReason.LENGTH
+    stopped = replica.submit(prompt, max_tokens)
+    ignoring = replica.submit(prompt, max_tokens, ignore_eos=True)
+    messenger.run() if remote else replica.run()
+    assert replica.tokens[stopped] == expected
+    assert replica.ends[stopped] == (finish, None)
+    assert replica.tokens[ignoring] == fake_greedy(CONFIG, prompt, max_tokens)
+    assert replica.engine.stats() == replica.idle
+
+
+def test_generation_goes_right_up_to_the_models_limit():
+    replica = Replica()
+    number = replica.submit(prompt_of(60), 100)
+    replica.run()
+    assert replica.tokens[number] == fake_greedy(CONFIG, prompt_of(60), 4)
+    assert replica.ends[number] == (FinishReason.LENGTH, None)
+
+
+def test_tokens_are_delivered_as_they_are_made():
+    replica = Replica()
+    number = replica.submit(prompt_of(3), 3)
+    seen = []
+    while replica.step():
+        seen.append(len(replica.tokens.get(number, [])))
+    assert seen == [1, 2, 3]
+
+
+# Prefiller and decoder
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("budget", [1, 3, P, 2 * P, 512])
+def test_a_split_gives_the_oracles_tokens_for_every_prompt_length(order, budget):
+    messenger = Messenger(budget=budget, order=order)
+    prompts = [prompt_of(length, seed=length) for length in range(1, 4 * P + 3)]
+    numbers = [messenger.decoder.submit(prompt, 5) for prompt in prompts]
+    messenger.run()
+    for number, prompt in zip(numbers, prompts, strict=True):
+        assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt, 5), len(prompt)
+    assert sorted(messenger.fetches) == list(range(1, len(prompts))), "N = 1 fetches nothing"
+    assert messenger.prefiller.tokens == {}
+    messenger.check_balance()
+
+
+def test_the_decoder_computes_only_the_last_prompt_token():
+    messenger = Messenger()
+    number = messenger.decoder.submit(prompt_of(9), 3)
+    messenger.run()
+    assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 3)
+    assert messenger.decoder.runner.counter.read() == 3 * (CONFIG.num_layers + 1)
+
+
+def test_chunks_are_announced_before_the_step_with_the_counter_at_its_start():
+    messenger = Messenger(budget=P)
+    replica = messenger.prefiller
+    replica.submit(prompt_of(2), 1)  # another step before, and other tokens beside the chunks
+    replica.run()
+    calls = []
+    replica.runner.model.before_layer = lambda layer: calls.append(len(messenger.steps))
+    replica.submit(prompt_of(1), 9)
+    replica.engine.post(StartPrefill(job=7, token_ids=prompt_of(9)))
+    replica.run()
+    chunks = [chunk for _, (chunk,) in messenger.steps]
+    assert [base for base, _ in messenger.steps] == [3, 6, 9]
+    assert calls[:6] == [1, 1, 2, 2, 3, 3], "a step ran before it was announced"
+    assert [(c.job, c.first_token, c.num_tokens) for c in chunks] == [
+        (7, 0, 3),
+        (7, 3, 3),
+        (7, 6, 2),
+    ]
+    assert [c.is_last for c in chunks] == [False, False, True]
+    assert [c.tail_slot is None for c in chunks] == [True, True, False]
+    assert {c.page_indices for c in chunks} == {chunks[0].page_indices}
+    assert len(chunks[0].page_indices) == 2
+
+
+def test_a_jobs_pages_stay_until_it_is_released():
+    messenger = Messenger(num_pages=4, slots=1)
+    replica = messenger.prefiller
+    replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(13)))
+    replica.engine.post(StartPrefill(job=2, token_ids=prompt_of(9)))
+    replica.run()
+    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1]
+    assert replica.engine.stats().free_pages == 1
+    replica.engine.post(ReleasePrefill(job=1))
+    replica.run()
+    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1, 2]
+    replica.engine.post(ReleasePrefill(job=2))
+    replica.engine.post(ReleasePrefill(job=2))
+    replica.engine.post(StopPrefill(job=2))
+    replica.run()
+    messenger.check_balance()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+def test_a_stopped_job_runs_no_further_chunk_and_keeps_its_pages(num_steps):
+    messenger = Messenger(budget=P)
+    replica = messenger.prefiller
+    replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(12)))
+    for _ in range(num_steps):
+        replica.step()
+    before = list(messenger.steps)
+    free = replica.engine.stats().free_pages
+    replica.engine.post(StopPrefill(job=1))
+    replica.run()
+    assert messenger.steps == before
+    assert replica.engine.stats().free_pages == free
+    replica.engine.post(ReleasePrefill(job=1))
+    replica.run()
+    messenger.check_balance()
+    other = replica.submit(prompt_of(5), 3)
+    replica.run()
+    assert replica.tokens[other] == fake_greedy(CONFIG, prompt_of(5), 3)
+
+
+def test_a_job_that_can_never_be_computed_is_refused_where_it_is_posted():
+    replica = Replica(num_pages=2)
+    for wrong in ((), (1,), (1, 97), prompt_of(10), prompt_of(64)):
+        with pytest.raises(ValueError, match=r"expected|leaves nothing"):
+            replica.engine.post(StartPrefill(job=1, token_ids=wrong))
+    assert not replica.step()
+
+
+# Failures and cancels
+
+
+def lost_fetch(length=9, max_tokens=4, **options):
+    """A decoder with one request whose fetch nobody has passed on; (messenger, number)."""
+    messenger = Messenger(lose=True, **options)
+    number = messenger.decoder.submit(prompt_of(length), max_tokens)
+    messenger.decoder.run()
+    assert sorted(messenger.fetches) == [1]
+    return messenger, number
+
+
+def test_a_failed_fetch_is_computed_here_in_fresh_pages():
+    messenger, number = lost_fetch()
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.LOCAL))
+    for _ in range(20):
+        messenger.scribble([1])
+        messenger.decoder.step()
+    assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
+    stats = messenger.decoder.engine.stats()
+    assert (stats.free_pages, stats.free_tail_slots) == (36, 3), "the attempt's pages and slot"
+    assert stats.open_attempts == 1
+    assert sorted(messenger.fetches) == [1]
+    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.run()
+    messenger.check_balance()
+
+
+def test_a_failed_fetch_is_fetched_again_under_a_new_number():
+    messenger, number = lost_fetch()
+    messenger.lose = False
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.RETRY))
+    messenger.run()
+    messenger.scribble([1])
+    assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
+    first, second = messenger.fetches[1], messenger.fetches[2]
+    assert (first.retries, second.retries) == (0, 1)
+    assert not set(first.page_indices) & set(second.page_indices)
+    assert first.tail_slot != second.tail_slot
+    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.run()
+    messenger.check_balance()
+
+
+def test_a_failed_fetch_can_fail_the_request_with_its_cause():
+    messenger, number = lost_fetch()
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.FAIL))
+    messenger.run()
+    assert messenger.decoder.ends == {number: (FinishReason.ERROR, "gone")}
+    assert messenger.decoder.engine.stats().free_pages == 36
+    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.run()
+    messenger.check_balance()
+
+
+@pytest.mark.parametrize("then", [NextStep.LOCAL, NextStep.RETRY])
+def test_a_retry_that_does_not_fit_beside_the_old_pages_waits(then):
+    messenger, number = lost_fetch(num_pages=5)
+    messenger.lose = False
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=then))
+    messenger.run()
+    assert messenger.decoder.ends == {}
+    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.run()
+    assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
+    messenger.check_balance()
+
+
+def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages():
+    messenger, number = lost_fetch()
+    engine = messenger.decoder.engine
+    engine.cancel(number)
+    engine.cancel(number)
+    messenger.decoder.step()
+    assert messenger.decoder.ends == {number: (FinishReason.CANCELLED, None)}
+    assert messenger.cancelled == [1]
+    assert engine.stats().free_pages == 36
+    for stale in (
+        KVReady(attempt=1),
+        KVFailed(attempt=1, why="gone", then=NextStep.RETRY),
+        KVReady(attempt=1),
+    ):
+        engine.post(stale)
+        messenger.decoder.run()
+        assert engine.stats().free_pages == 36
+    engine.post(KVReleased(attempt=1))
+    messenger.run()
+    messenger.check_balance()
+    for stale in (KVReleased(attempt=1), KVReady(attempt=1), KVReleased(attempt=77)):
+        engine.post(stale)
+        messenger.run()
+        messenger.check_balance()
+
+
+def test_a_release_of_what_is_still_waited_for_is_an_error():
+    messenger, _ = lost_fetch()
+    messenger.decoder.engine.post(KVReleased(attempt=1))
+    with pytest.raises(AssertionError, match="attempt 1 is released, but still waited for"):
+        messenger.decoder.step()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_cancel_at_any_step_restores_the_balance(num_steps):
+    replica = Replica(max_batch_tokens=P)
+    other = replica.submit(prompt_of(3), 12)
+    number = replica.submit(prompt_of(9), 3)
+    for _ in range(num_steps):
+        replica.step()
+    finished = number in replica.ends
+    replica.engine.cancel(number)
+    replica.engine.cancel(number + 100)
+    replica.run()
+    replica.engine.cancel(number)
+    replica.run()
+    expected = FinishReason.LENGTH if finished else FinishReason.CANCELLED
+    assert replica.ends[number] == (expected, None)
+    assert replica.tokens[other] == fake_greedy(CONFIG, prompt_of(3), 12)
+    assert replica.engine.stats() == replica.idle
+    assert finished == (num_steps >= 6)
+
+
+def test_a_cancel_of_one_that_waits_for_pages():
+    replica = Replica(num_pages=4)
+    first = replica.submit(prompt_of(9), 4)
+    second = replica.submit(prompt_of(9), 4)
+    replica.step()
+    replica.engine.cancel(second)
+    replica.run()
+    assert replica.tokens[first] == fake_greedy(CONFIG, prompt_of(9), 4)
+    assert replica.ends[second] == (FinishReason.CANCELLED, None)
+    assert replica.engine.stats() == replica.idle
+
+
+ACTIONS = st.sampled_from(
+    ["submit", "submit", "submit", "cancel", "fail", "release", "prefill", "hand over", "decode"]
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(actions=st.lists(ACTIONS, max_size=80), random=st.randoms(use_true_random=False))
+def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions, random):
+    """Attempts end in every way at every moment; until released, garbage lands in their pages."""
+    messenger = Messenger(budget=5, num_pages=16, slots=3)
+    decoder, prefiller = messenger.decoder, messenger.prefiller
+    prompts: dict[int, tuple[int, ...]] = {}
+    failed: set[int] = set()
+    handed_over: set[int] = set()
+    released: set[int] = set()
+
+    def unreleased() -> list[int]:
+        return sorted({*failed, *messenger.cancelled} - released)
+
+    def live() -> list[int]:
+        return sorted({*messenger.fetches} - {*failed, *messenger.cancelled} - handed_over)
+
+    def act(action: str) -> None:
+        messenger.scribble(unreleased())
+        if action == "submit":
+            prompt = prompt_of(random.randint(1, 14), seed=random.randint(0, 99))
+            prompts[decoder.submit(prompt, random.randint(1, 6))] = prompt
+        elif action == "cancel" and prompts:
+            decoder.engine.cancel(random.choice(list(prompts)))
+        elif action == "fail" and live():
+            attempt = random.choice(live())
+            then = random.choice(list(NextStep))
+            decoder.engine.post(KVFailed(attempt=attempt, why="test", then=then))
+            prefiller.engine.post(StopPrefill(job=attempt))
+            failed.add(attempt)
+        elif action == "release" and unreleased():
+            attempt = random.choice(unreleased())
+            prefiller.engine.post(ReleasePrefill(job=attempt))
+            decoder.engine.post(KVReleased(attempt=attempt))
+            released.add(attempt)
+        elif action == "hand over":
+            done = [chunk for chunk in messenger.finished_jobs if chunk.job in live()]
+            messenger.finished_jobs = done
+            handed_over.update(chunk.job for chunk in done)
+            messenger.hand_over()
+        elif action == "prefill":
+            prefiller.step()
+        elif action == "decode":
+            decoder.step()
+
+    for action in actions:
+        act(action)
+    for _ in range(500):
+        for action in ("prefill", "hand over", "decode", "release"):
+            act(action)
+        if {*prompts} == {*decoder.ends} and not unreleased():
+            break
+    decoder.run()
+    prefiller.run()
+    messenger.check_balance()
+    assert {*prompts} == {*decoder.ends}
+    for number, (finish, _) in decoder.ends.items():
+        tokens = decoder.tokens[number]
+        assert tokens or finish in (FinishReason.CANCELLED, FinishReason.ERROR)
+        assert not tokens or tokens == fake_greedy(CONFIG, prompts[number], len(tokens))
+
+
+# The thread, and the end
+
+
+@pytest.mark.timeout(20)
+def test_requests_from_other_threads_wake_the_idle_engine():
+    replica = Replica()
+    done = threading.Event()
+    on_output = replica.on_output
+
+    def note(number, new_tokens, finish, error) -> None:
+        on_output(number, new_tokens, finish, error)
+        if len(replica.ends) == 6:
+            done.set()
+
+    replica.engine._on_output = note
+    thread = threading.Thread(target=replica.engine.run_forever)
+    thread.start()
+    clients = [
+        threading.Thread(target=replica.submit, args=(prompt_of(5, seed), 3)) for seed in range(6)
+    ]
+    for client in clients:
+        client.start()
+    assert done.wait(10)
+    answers = sorted(replica.tokens.values())
+    assert answers == sorted(fake_greedy(CONFIG, prompt_of(5, seed), 3) for seed in range(6))
+    assert replica.engine.stats() == replica.idle
+    replica.engine.stop()
+    replica.engine.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="was stopped"):
+        replica.submit(prompt_of(3))
+    assert replica.dead == []
+
+
+def test_a_stop_answers_what_is_open():
+    replica = Replica()
+    number = replica.submit(prompt_of(3), 9)
+    replica.step()
+    waiting = replica.submit(prompt_of(3), 9)
+    replica.engine.stop()
+    replica.engine.run_forever()
+    assert replica.tokens[number] == fake_greedy(CONFIG, prompt_of(3), 1)
+    for request in (number, waiting):
+        assert replica.ends[request] == (FinishReason.ERROR, "the engine was stopped")
+
+
+@pytest.mark.parametrize("where", ["model", "hooks", "counter"])
+def test_a_step_that_raises_ends_the_engine_and_answers_everybody(where):
+    messenger = Messenger()
+    replica = messenger.prefiller
+    open_requests = [replica.submit(prompt_of(3), 9) for _ in range(3)]
+    replica.step()
+
+    def fail(*_):
+        raise OSError("broken")
+
+    if where == "model":
+        replica.runner.model.before_layer = fail
+    elif where == "hooks":
+        messenger.on_step_scheduled = fail
+        replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(4)))
+    else:
+        replica.runner.model.before_layer = lambda layer: replica.runner.counter.add()
+    waiting = replica.submit(prompt_of(3), 9)
+    with pytest.raises((OSError, AssertionError)) as caught:
+        replica.engine.run_forever()
+    assert replica.dead == [caught.value]
+    for number in (*open_requests, waiting):
+        finish, error = replica.ends[number]
+        assert finish is FinishReason.ERROR
+        assert "broken" in error or "must add 3 to the counter, this added 5" in error
+    with pytest.raises(RuntimeError, match="takes no more requests: a step failed"):
+        replica.submit(prompt_of(3))
+    with pytest.raises(RuntimeError, match="runs no more steps: a step failed"):
+        replica.engine.step()
+
+
+def test_a_remote_engine_needs_hooks():
+    with pytest.raises(ValueError, match="a remote engine needs hooks"):
+        Replica(remote=True)
