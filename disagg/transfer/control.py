@@ -1,0 +1,453 @@
+"""The TCP connection beside the writes: it introduces two engines, carries messages, shows death.
+
+    connecting --connected--> opening --their opening--> opened --ready()--> messages flow
+        |  refused, timeout      |  garbage, version,       |  timeout           |  EOF, reset,
+        v                        v  transport, timeout      v                    v  bad frame
+    Lost <-----------------------------------------------------------------------'
+
+Every frame is a u32 length (little endian) and that many bytes. The first one each way is the
+opening; its last field belongs to the transport (addresses, tokens). Between `Opened` and `ready()`
+the transport builds its own path; messages of both directions wait for it, so a message received
+means that both sides can write.
+
+Control knows no transport, and owns the wait: a transport's descriptors are watched here too. What
+a stranger sends never raises and never takes more memory than one frame.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from disagg.transfer.interface import MessageReceived, Peer, TransferError
+
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_OPENING_BYTES = 64 << 10
+#: What a peer that does not read may leave with us before it counts as dead.
+MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
+#: Read from one connection in one poll.
+READ_BYTES = 256 << 10
+#: Strangers that may be in the middle of opening a connection.
+MAX_OPENING_CONNECTIONS = 128
+OPENING_TIMEOUT_SECONDS = 3.0
+
+_LENGTH = struct.Struct("<I")
+_MAGIC = b"disagg\x00\x01"
+_VERSION = 1
+_PREFIX = struct.Struct("<8sI")
+
+Handler = Callable[[int], None]
+
+
+class _Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Follows magic and version, which stay where they are in every version."""
+
+    epoch: int
+    transport: str
+    info: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The peer's opening fits. The transport answers with `ready()` or `close_peer()`."""
+
+    peer: Peer
+    outgoing: bool
+    epoch: int
+    info: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A connection is over. `announced`: the user knows the peer (connected to it, or heard it)."""
+
+    peer: Peer
+    why: str
+    announced: bool
+
+
+ControlEvent = Opened | MessageReceived | Lost
+
+
+@dataclass(kw_only=True, eq=False)
+class _Connection:
+    peer: Peer
+    socket: socket.socket
+    address: str
+    outgoing: bool
+    deadline: float
+    connected: bool
+    opened: bool = False
+    ready: bool = False
+    announced: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    waiting: bytearray = field(default_factory=bytearray)
+
+
+class Control:
+    """All control connections of one engine, and its one place to wait.
+
+    `make_info(peer, outgoing)` gives the transport's bytes for the opening of a new connection.
+    `clock` counts seconds and only times openings.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: str,
+        epoch: int,
+        make_info: Callable[[Peer, bool], bytes],
+        clock: Callable[[], float] = time.monotonic,
+        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+    ) -> None:
+        self._transport = transport
+        self._epoch = epoch
+        self._make_info = make_info
+        self._clock = clock
+        self._opening_timeout = opening_timeout
+        self._connections: dict[Peer, _Connection] = {}
+        self._last_peer = 0
+        self._listener: socket.socket | None = None
+        self._events: list[ControlEvent] = []
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self._wake_fd, select.EPOLLIN, self._on_wake)
+
+    # What a transport calls.
+
+    def watch(self, fd: int, events: int, handler: Handler) -> None:
+        """Call `handler(events)` from `poll` when `fd` has some of `events`; again: change them."""
+        if fd in self._handlers:
+            self._epoll.modify(fd, events)
+        else:
+            self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def unwatch(self, fd: int) -> None:
+        """Before closing `fd`. Unknown: no-op."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def ready(self, peer: Peer) -> None:
+        """The transport's path to the peer works: let messages flow. Unknown or lost: no-op."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        connection.ready = True
+        connection.unsent += connection.waiting
+        connection.waiting.clear()
+        self._write(connection)
+        self._parse(connection)
+
+    def is_open(self, peer: Peer) -> bool:
+        """Whether the peer is known and not lost."""
+        return peer in self._connections
+
+    # What the engine passes on.
+
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        """See `TransferEngine.listen`."""
+        try:
+            family, address = _resolve(host, port)
+            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                listener.listen(MAX_OPENING_CONNECTIONS)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as error:
+            raise TransferError(
+                f"cannot listen on {host}:{port}: {_reason(error)};"
+                " choose another with --listen, or port 0"
+            ) from error
+        self._listener = listener
+        self.watch(listener.fileno(), select.EPOLLIN, self._on_accept)
+        bound = listener.getsockname()
+        return str(bound[0]), int(bound[1])
+
+    def connect(self, host: str, port: int) -> Peer:
+        """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
+        failure: OSError | None = None
+        try:
+            family, address = _resolve(host, port)
+        except OSError as error:
+            family, failure = socket.AF_INET, error
+        tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        connection = self._add(tcp, f"{host}:{port}", outgoing=True)
+        if failure is None:
+            code = tcp.connect_ex(address)
+            if code not in (0, errno.EINPROGRESS):
+                failure = OSError(code, os.strerror(code))
+        if failure is not None:
+            self._lose(connection, f"cannot connect to {host}:{port}: {_reason(failure)}")
+        return connection.peer
+
+    def close_peer(self, peer: Peer, why: str) -> None:
+        """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._lose(connection, why)
+
+    def close_after_reading(self, peer: Peer, why: str) -> None:
+        """End a connection whose peer is gone, after the messages that are here already."""
+        connection = self._connections.get(peer)
+        if connection is not None and connection.ready:
+            for _ in range(MAX_UNSENT_BYTES // READ_BYTES):
+                if not self._read(connection):
+                    break
+        self.close_peer(peer, why)
+
+    def send(self, peer: Peer, data: bytes) -> None:
+        """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
+        if not 1 <= len(data) <= MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}; split it"
+            )
+        connection = self._connections.get(peer)
+        if connection is None:
+            return
+        queue = connection.unsent if connection.ready else connection.waiting
+        queue += _LENGTH.pack(len(data))
+        queue += data
+        if len(queue) > MAX_UNSENT_BYTES:
+            self._lose(connection, f"{connection.address} does not read: {len(queue)} bytes wait")
+        elif connection.ready:
+            self._write(connection)
+
+    def poll(self, timeout: float) -> list[ControlEvent]:
+        """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
+        self._end_late_openings()
+        if self._events:
+            timeout = 0.0
+        deadlines = [c.deadline for c in self._connections.values() if not c.ready]
+        if deadlines:
+            timeout = max(0.0, min(timeout, min(deadlines) - self._clock()))
+        if 0.0 < timeout < 1e-3:
+            # epoll counts whole milliseconds and would round this up.
+            time.sleep(timeout)
+            timeout = 0.0
+        for fd, events in self._epoll.poll(timeout):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # else an earlier handler of this round closed it
+                handler(events)
+        taken, self._events = self._events, []
+        return taken
+
+    def wake(self) -> None:
+        """End the `poll` that waits now, or the next one. From any thread; after `close`: no-op."""
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Close every connection and the listener. May be called twice."""
+        for connection in list(self._connections.values()):
+            self._lose(connection, "engine closed")
+        if self._listener is not None:
+            self.unwatch(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+        self._epoll.close()
+
+    # Inside.
+
+    def _add(self, tcp: socket.socket, address: str, *, outgoing: bool) -> _Connection:
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._last_peer += 1
+        connection = _Connection(
+            peer=self._last_peer,
+            socket=tcp,
+            address=address,
+            outgoing=outgoing,
+            deadline=self._clock() + self._opening_timeout,
+            connected=not outgoing,
+            announced=outgoing,
+        )
+        info = self._make_info(connection.peer, outgoing)
+        opening = _Opening(self._epoch, self._transport, info)
+        frame = _PREFIX.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(opening)
+        connection.unsent += _LENGTH.pack(len(frame)) + frame
+        self._connections[connection.peer] = connection
+        self._watch_connection(connection)
+        return connection
+
+    def _watch_connection(self, connection: _Connection) -> None:
+        held = connection.opened and not connection.ready
+        events = 0
+        if not held or len(connection.received) < MAX_OPENING_BYTES:
+            events |= select.EPOLLIN
+        if connection.unsent or not connection.connected:
+            events |= select.EPOLLOUT
+        self.watch(connection.socket.fileno(), events, lambda got: self._on_ready(connection, got))
+
+    def _on_ready(self, connection: _Connection, events: int) -> None:
+        if not connection.connected and not self._finish_connect(connection):
+            return
+        if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+            self._read(connection)
+        if events & select.EPOLLOUT:
+            self._write(connection)
+
+    def _finish_connect(self, connection: _Connection) -> bool:
+        code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        reason = os.strerror(code)
+        if code == 0:
+            # TCP lets a socket meet itself when the port it dials is also the one it was given.
+            if connection.socket.getsockname() != connection.socket.getpeername():
+                connection.connected = True
+                return True
+            reason = "nobody listens there"
+        self._lose(connection, f"cannot connect to {connection.address}: {reason}")
+        return False
+
+    def _on_accept(self, _events: int) -> None:
+        assert self._listener is not None, "only a watched listener accepts"
+        try:
+            tcp, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it left before we looked
+        tcp.setblocking(False)
+        if sum(not c.ready for c in self._connections.values()) >= MAX_OPENING_CONNECTIONS:
+            tcp.close()
+        else:
+            self._add(tcp, f"{address[0]}:{address[1]}", outgoing=False)
+
+    def _on_wake(self, _events: int) -> None:
+        os.eventfd_read(self._wake_fd)
+
+    def _read(self, connection: _Connection) -> bool:
+        """Read and take at most `READ_BYTES`; whether there was something."""
+        try:
+            data = connection.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._lose(connection, f"connection to {connection.address} broke: {_reason(error)}")
+            return False
+        if not data:
+            self._lose(connection, f"{connection.address} closed the connection")
+            return False
+        connection.received += data
+        self._parse(connection)
+        return True
+
+    def _parse(self, connection: _Connection) -> None:
+        """Take every whole frame that may be taken now."""
+        received = connection.received
+        while self.is_open(connection.peer) and len(received) >= _LENGTH.size:
+            if connection.opened and not connection.ready:
+                break
+            (length,) = _LENGTH.unpack_from(received)
+            limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
+            if not 1 <= length <= limit:
+                self._lose(
+                    connection,
+                    f"{connection.address} sent a frame of {length} bytes; expected 1 to {limit};"
+                    " does a disagg node listen there?",
+                )
+                return
+            end = _LENGTH.size + length
+            if len(received) < end:
+                break
+            frame = bytes(received[_LENGTH.size : end])
+            del received[:end]
+            if connection.opened:
+                connection.announced = True
+                self._events.append(MessageReceived(peer=connection.peer, data=frame))
+            else:
+                self._open(connection, frame)
+        if self.is_open(connection.peer):
+            self._watch_connection(connection)
+
+    def _open(self, connection: _Connection, frame: bytes) -> None:
+        problem = ""
+        if len(frame) < _PREFIX.size or not frame.startswith(_MAGIC):
+            problem = "no opening of a disagg node; check host and port"
+        elif (version := _PREFIX.unpack_from(frame)[1]) != _VERSION:
+            problem = f"control version {version}, ours is {_VERSION}; run one release on both"
+        else:
+            try:
+                opening = msgspec.msgpack.decode(frame[_PREFIX.size :], type=_Opening)
+            except (msgspec.DecodeError, ValueError) as error:
+                problem = f"a malformed opening ({error})"
+            else:
+                if opening.transport != self._transport:
+                    problem = (
+                        f"transport {opening.transport!r}, ours is {self._transport!r};"
+                        " start both nodes with the same one"
+                    )
+        if problem:
+            self._lose(connection, f"{connection.address} sent {problem}")
+            return
+        connection.opened = True
+        self._events.append(
+            Opened(
+                peer=connection.peer,
+                outgoing=connection.outgoing,
+                epoch=opening.epoch,
+                info=opening.info,
+            )
+        )
+
+    def _write(self, connection: _Connection) -> None:
+        if not self.is_open(connection.peer):
+            return
+        try:
+            while connection.connected and connection.unsent:
+                del connection.unsent[: connection.socket.send(connection.unsent)]
+        except BlockingIOError:
+            pass  # the rest goes when epoll says so
+        except (BrokenPipeError, ConnectionResetError):
+            connection.unsent.clear()  # the reader ends it, after what the peer said at last
+        except OSError as error:
+            self._lose(connection, f"connection to {connection.address} broke: {_reason(error)}")
+            return
+        self._watch_connection(connection)
+
+    def _end_late_openings(self) -> None:
+        now = self._clock()
+        for connection in list(self._connections.values()):
+            if not connection.ready and now >= connection.deadline:
+                step = "sent no opening" if connection.connected else "did not answer"
+                if connection.opened:
+                    step = f"opened, but the path of {self._transport!r} did not come up"
+                self._lose(
+                    connection,
+                    f"{connection.address} {step} within {self._opening_timeout:g} s",
+                )
+
+    def _lose(self, connection: _Connection, why: str) -> None:
+        self.unwatch(connection.socket.fileno())
+        connection.socket.close()
+        del self._connections[connection.peer]
+        self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -1,0 +1,87 @@
+"""Counts arriving immediates, so that a request learns that all its bytes are here.
+
+    expect(peer, imm, 3) --> waiting --count, count, count--> reached: said once, then forgotten
+                                |---lower(imm, 2)------------> reached as soon as 2 are counted
+                                |---forget(imm), forget_peer-> nothing; arrivals are dropped
+
+Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from disagg.transfer.bounds import MAX_IMM
+from disagg.transfer.interface import Peer
+
+
+@dataclass(kw_only=True)
+class _Expectation:
+    peer: Peer
+    count: int
+    arrived: int = 0
+
+
+class ImmCounter:
+    """Each imm is expected at most once in a counter's life, from one peer."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, _Expectation] = {}
+        self._reached: list[int] = []
+        self._last_imm = -1
+
+    def expect(self, peer: Peer, imm: int, count: int) -> None:
+        """Wait for `count` arrivals of `imm` from `peer`. ValueError if `imm` does not increase."""
+        if count < 1:
+            raise ValueError(
+                f"imm {imm}: expected a count of at least 1, got {count}; without writes there is"
+                " nothing to wait for"
+            )
+        if not self._last_imm < imm <= MAX_IMM:
+            raise ValueError(
+                f"imm {imm}: expected more than the last one ({self._last_imm}) and at most"
+                f" {MAX_IMM}; an imm is never used twice, take the next number"
+            )
+        self._last_imm = imm
+        self._waiting[imm] = _Expectation(peer=peer, count=count)
+
+    def lower(self, imm: int, count: int) -> None:
+        """Wait for `count` arrivals only. Reached or forgotten: no-op. ValueError if more."""
+        expectation = self._waiting.get(imm)
+        if expectation is None:
+            return
+        if not 0 <= count <= expectation.count:
+            raise ValueError(
+                f"imm {imm}: a count can only be lowered; expected 0 to {expectation.count},"
+                f" got {count}"
+            )
+        expectation.count = count
+        self._settle(imm, expectation)
+
+    def forget(self, imm: int) -> None:
+        """Drop what arrived and what will arrive. Unknown: no-op."""
+        self._waiting.pop(imm, None)
+        if imm in self._reached:
+            self._reached.remove(imm)
+
+    def forget_peer(self, peer: Peer) -> None:
+        """Stop waiting for anything from a lost peer; what it had completed is still reported."""
+        for imm in [imm for imm, waiting in self._waiting.items() if waiting.peer == peer]:
+            del self._waiting[imm]
+
+    def count(self, peer: Peer, imm: int, arrivals: int = 1) -> None:
+        """Count arrivals. Those nobody waits for, or from another peer, are dropped."""
+        expectation = self._waiting.get(imm)
+        if expectation is not None and expectation.peer == peer:
+            expectation.arrived += arrivals
+            self._settle(imm, expectation)
+
+    def take_reached(self) -> list[int]:
+        """The imms reached since the last call, in that order; each is returned once."""
+        reached, self._reached = self._reached, []
+        return reached
+
+    def _settle(self, imm: int, expectation: _Expectation) -> None:
+        if expectation.arrived >= expectation.count:
+            del self._waiting[imm]
+            self._reached.append(imm)

@@ -1,0 +1,80 @@
+"""The right to write into another process's memory, which its owner can take back for certain.
+
+    owner                                   writer
+    Lease(): file "0"  -- descriptor -->    HeldLease(fd): reopened, so that its lock is its own
+                                            each batch: LOCK_SH, still "0"? copy, unlock
+    revoke(): file "1"                      next batch: "1", so nothing is copied any more
+    is_free(): LOCK_EX obtained?            (a batch under way holds LOCK_SH; death unlocks it)
+
+After `is_free()` nothing lands any more: whoever locks later sees the "1". Nobody ever waits in a
+lock: both sides only try. `flock` belongs to the open file, not to the process, which is why the
+writer must not lock through the descriptor it was passed (the owner's own), and why children must
+not inherit it (it is close-on-exec; fork without exec while copying would keep the lock alive).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+
+_GRANTED = b"0"
+_REVOKED = b"1"
+
+
+class Lease:
+    """The owner's side: one per connection and direction. `fd` is to be passed to the writer."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("disagg-lease", os.MFD_CLOEXEC)
+        os.pwrite(self.fd, _GRANTED, 0)
+
+    def revoke(self) -> None:
+        """No batch starts after this; one may still be under way, see `is_free`."""
+        os.pwrite(self.fd, _REVOKED, 0)
+
+    def is_free(self) -> bool:
+        """After `revoke`: whether nothing can land any more. Once true, stays true."""
+        return _try_lock(self.fd, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Close the descriptor. May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class HeldLease:
+    """The writer's side, from a passed descriptor (which stays the caller's)."""
+
+    def __init__(self, passed_fd: int) -> None:
+        if not stat.S_ISREG(os.fstat(passed_fd).st_mode):
+            raise ValueError("lease: expected a regular file, got something else")
+        self._fd = os.open(f"/proc/self/fd/{passed_fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def begin(self) -> bool:
+        """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""
+        if not _try_lock(self._fd, fcntl.LOCK_SH):
+            return False
+        if os.pread(self._fd, 1, 0) == _GRANTED:
+            return True
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """Unlock. Every byte of the batch is visible before this returns."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the descriptor. May be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _try_lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,313 @@
+"""The Unix socket between two shm engines: it carries descriptors once, then notifications.
+
+    connected by TCP                            accepted by TCP
+      |<------- opening: token A, name ------------|  name: abstract, random, for one connection
+      |-------- opening: token B ----------------->|  (openings travel on the control connection)
+      |== Unix: token A, extents + lease, fds ====>|
+      |<= Unix: token B, extents + lease, fds =====|  each maps the other's memory: ready
+      |<======= (imm, count), ... either way =====>|  sent after the copy
+
+The tokens bind the two connections; SO_PEERCRED must show our own user. A name that cannot be
+reached means another host or network namespace. Copying and counting are the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from disagg.shared_memory import SharedMemory
+from disagg.transfer.control import Control, Handler
+from disagg.transfer.interface import Peer, TransferFailed, WritesDone
+from disagg.transfer.lease import HeldLease, Lease
+
+Bytes = npt.NDArray[np.uint8]
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+#: The kernel passes at most 253 descriptors at once; one is the lease.
+MAX_REGIONS = 252
+_MAX_INTRODUCTION_BYTES = 64 << 10
+_RECORD = struct.Struct("=II")
+_MAX_RECORDS = 512
+#: Packets read from one peer in one poll.
+_MAX_PACKETS = 512
+
+
+class LinkError(Exception):
+    """The link cannot go on: what the peer did, or what could not be reached."""
+
+
+class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where a region lies in the file of its descriptor; `file_bytes` is the whole file."""
+
+    file_bytes: int
+    fd_offset: int
+    nbytes: int
+
+
+class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """In the opening: what the other side must say on the Unix socket, and where (who accepts)."""
+
+    token: bytes
+    name: str | None
+
+
+class _Introduction(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """First packet on the Unix socket. With it travel the lease and a descriptor per region."""
+
+    token: bytes
+    regions: list[Extent]
+
+
+@dataclass(kw_only=True, eq=False)
+class Note:
+    """A notification to send (none for `count` 0), and the event that its sending completes."""
+
+    imm: int
+    count: int
+    end: WritesDone | TransferFailed | None = None
+
+
+class ShmLink:
+    """One connection's Unix socket, leases and mapped regions. Every failure ends the connection.
+
+    `own` lists the memory to pass: (descriptor, extent). `on_arrival(imm, count)` is called from
+    the control's `poll`.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        peer: Peer,
+        own: list[tuple[int, Extent]],
+        on_arrival: Callable[[int, int], None],
+        *,
+        outgoing: bool,
+    ) -> None:
+        self.peer = peer
+        self.regions: list[Bytes] = []
+        self.their_epoch = 0
+        self.notes: deque[Note] = deque()
+        self.lease: Lease | None = None
+        self.held_lease: HeldLease | None = None
+        self._control = control
+        self._own = own
+        self._on_arrival = on_arrival
+        self._token = secrets.token_bytes(16)
+        self._their_token = b""
+        self._unix: socket.socket | None = None
+        self._blocked = False
+        self._listener: socket.socket | None = None
+        name = None
+        if not outgoing:
+            name = f"disagg-{secrets.token_hex(16)}"
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._listener.setblocking(False)
+            self._listener.bind(f"\0{name}")
+            self._listener.listen(1)
+        self.info = msgspec.msgpack.encode(_Info(self._token, name))
+
+    def start(self, epoch: int, info: bytes) -> None:
+        """The peer's opening is here: dial its Unix socket, or wait for its call on ours."""
+        self._guarded(lambda: self._start(epoch, info))(0)
+
+    def take_arrivals(self) -> None:
+        """Count what the peer sent before its connection ended."""
+        if self._unix is not None and self.held_lease is not None:
+            self._guarded(self._receive_notes)(0)
+
+    @property
+    def has_sendable_notes(self) -> bool:
+        return bool(self.notes) and not self._blocked
+
+    def send_notes(self) -> list[WritesDone | TransferFailed]:
+        """Send what the socket takes and return the events that this completes."""
+        ended: list[WritesDone | TransferFailed] = []
+        self._guarded(lambda: self._send_notes(ended))(0)
+        return ended
+
+    def close(self) -> None:
+        """Close all but our own lease, which the fence still needs. May be called twice."""
+        for sock in (self._listener, self._unix):
+            if sock is not None and sock.fileno() >= 0:
+                self._control.unwatch(sock.fileno())
+                sock.close()
+        self._unix = self._listener = None
+        if self.held_lease is not None:
+            self.held_lease.close()
+        self.regions = []
+
+    def _guarded(self, step: Callable[[], None]) -> Handler:
+        def handler(_events: int) -> None:
+            try:
+                step()
+            except LinkError as broken:
+                self._control.close_peer(self.peer, str(broken))
+            except OSError as error:
+                self._control.close_peer(self.peer, f"Unix socket broke: {error}")
+
+        return handler
+
+    def _start(self, epoch: int, info: bytes) -> None:
+        theirs = _decode(info, _Info, "opening of shm")
+        self.their_epoch = epoch
+        self._their_token = theirs.token
+        if self._listener is not None:
+            accept = self._guarded(self._accept)
+            self._control.watch(self._listener.fileno(), select.EPOLLIN, accept)
+            return
+        if theirs.name is None:
+            raise LinkError("malformed opening of shm: expected the name of a Unix socket")
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        unix.setblocking(False)
+        self._unix = unix
+        try:
+            unix.connect(f"\0{theirs.name}")
+        except OSError as error:
+            raise LinkError(
+                f"cannot reach the peer's Unix socket ({error.strerror}): it is not on the same"
+                " host or not in the same network namespace; use the tcp or verbs transport"
+            ) from error
+        if (uid := _uid_of(unix)) != os.getuid():
+            raise LinkError(f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}")
+        self._watch()
+        self._introduce()
+
+    def _accept(self) -> None:
+        assert self._listener is not None, "watched only while it is there"
+        unix, _ = self._listener.accept()
+        unix.setblocking(False)
+        if _uid_of(unix) != os.getuid():
+            unix.close()  # a stranger found the name; go on waiting for our peer
+            return
+        self._control.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._listener = None
+        self._unix = unix
+        self._watch()
+
+    def _watch(self) -> None:
+        assert self._unix is not None, "watched only while it is there"
+        events = select.EPOLLIN | (select.EPOLLOUT if self._blocked else 0)
+        self._control.watch(self._unix.fileno(), events, self._on_unix)
+
+    def _on_unix(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._blocked = False
+            self._watch()
+        if events & ~select.EPOLLOUT:
+            introduced = self.held_lease is not None
+            self._guarded(self._receive_notes if introduced else self._receive_introduction)(0)
+
+    def _introduce(self) -> None:
+        assert self._unix is not None, "introduced on an open socket"
+        self.lease = Lease()
+        introduction = _Introduction(self._their_token, [extent for _, extent in self._own])
+        fds = [self.lease.fd, *(fd for fd, _ in self._own)]
+        socket.send_fds(self._unix, [msgspec.msgpack.encode(introduction)], fds)
+
+    def _receive_introduction(self) -> None:
+        assert self._unix is not None, "watched only while it is there"
+        packet, fds, flags, _ = socket.recv_fds(
+            self._unix, _MAX_INTRODUCTION_BYTES, MAX_REGIONS + 1, socket.MSG_CMSG_CLOEXEC
+        )
+        try:
+            if not packet:
+                raise LinkError("the peer closed the Unix socket")
+            theirs = _decode(packet, _Introduction, "introduction on the Unix socket")
+            if not secrets.compare_digest(theirs.token, self._token):
+                raise LinkError("the Unix socket was called with a wrong token")
+            if len(fds) != len(theirs.regions) + 1 or flags & (
+                socket.MSG_TRUNC | socket.MSG_CTRUNC
+            ):
+                raise LinkError(
+                    f"the peer announced {len(theirs.regions)} regions and a lease, but passed"
+                    f" {len(fds)} descriptors; is the limit of open files too low (ulimit -n)?"
+                )
+            self.regions = [
+                _map_region(fd, extent) for fd, extent in zip(fds[1:], theirs.regions, strict=True)
+            ]
+            self.held_lease = HeldLease(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if self.lease is None:
+            self._introduce()
+        self._control.ready(self.peer)
+
+    def _receive_notes(self) -> None:
+        assert self._unix is not None, "watched only while it is there"
+        for _ in range(_MAX_PACKETS):
+            try:
+                packet = self._unix.recv(_MAX_RECORDS * _RECORD.size + 1)
+            except BlockingIOError:
+                return
+            if not packet:
+                self._control.unwatch(self._unix.fileno())
+                self._control.close_after_reading(self.peer, "the peer closed the Unix socket")
+                return
+            if len(packet) % _RECORD.size:
+                raise LinkError(
+                    f"malformed notification of {len(packet)} bytes; expected {_RECORD.size} each"
+                )
+            for imm, count in _RECORD.iter_unpack(packet):
+                self._on_arrival(imm, count)
+
+    def _send_notes(self, ended: list[WritesDone | TransferFailed]) -> None:
+        while self.notes:
+            batch = list(islice(self.notes, _MAX_RECORDS))
+            packet = b"".join(_RECORD.pack(note.imm, note.count) for note in batch if note.count)
+            if packet:
+                assert self._unix is not None, "only a ready link has copies to tell of"
+                try:
+                    self._unix.send(packet, socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    self._blocked = True
+                    self._watch()
+                    return
+            for note in batch:
+                self.notes.popleft()
+                if note.end is not None:
+                    ended.append(note.end)
+
+
+def _uid_of(unix: socket.socket) -> int:
+    _pid, uid, _gid = struct.unpack(
+        "=iII", unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
+    return int(uid)
+
+
+def _decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise LinkError(f"malformed {what}: {error}") from error
+
+
+def _map_region(fd: int, extent: Extent) -> Bytes:
+    """Map a passed descriptor after checking what was said of it: a short file is a SIGBUS."""
+    status = os.fstat(fd)
+    end = extent.fd_offset + extent.nbytes
+    if not stat.S_ISREG(status.st_mode) or status.st_size != extent.file_bytes:
+        raise LinkError(
+            f"the peer announced memory of {extent.file_bytes} bytes and passed a descriptor of"
+            f" {status.st_size} bytes"
+        )
+    if not 0 <= extent.fd_offset < end <= extent.file_bytes:
+        raise LinkError(f"the peer announced a region outside its memory: {extent}")
+    with SharedMemory(extent.file_bytes, fd=os.dup(fd)) as memory:
+        return memory.bytes[extent.fd_offset : end]
