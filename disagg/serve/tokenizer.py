@@ -1,0 +1,110 @@
+"""Text to token ids and back, for a model folder that has a tokenizer.
+
+A thin layer over transformers' fast tokenizer. What it adds is streaming: text is handed out as
+soon as it is certain, and a character whose bytes are spread over several tokens never half.
+
+    tokens pushed   "Hi"   F0 9F    98 80    E2        (end)
+    text returned   "Hi"   ""       "😀"     ""        finish() -> "\ufffd", E2 was never completed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+#: What a tokenizer shows for bytes that are no character, or not yet.
+REPLACEMENT = "\ufffd"
+
+#: A UTF-8 character has at most four bytes, so at most three wait for the rest. Tokenizers show an
+#: unfinished character as one replacement character or as one for each byte.
+MAX_UNFINISHED = 3
+
+
+class Tokenizer:
+    """The tokenizer of a model folder. A folder without one is usable with token ids only."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load `folder/tokenizer.json`; without that file, `exists` is false."""
+        self._folder = folder
+        self._inner: PreTrainedTokenizerFast | None = None
+        if (folder / "tokenizer.json").exists():
+            self._inner = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder has a tokenizer; if not, the methods below raise ValueError."""
+        return self._inner is not None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end token. Generation stops at those of `ModelConfig`."""
+        end = self._loaded().eos_token_id
+        return () if end is None else (end,)
+
+    def encode(self, prompt: str, *, chat: bool) -> list[int]:
+        """Token ids of `prompt`: as it is, or as a user's message in the model's chat template."""
+        inner = self._loaded()
+        if not chat:
+            return list(inner.encode(prompt))
+        if inner.chat_template is None:
+            raise ValueError(
+                f"the tokenizer in {self._folder} has no chat template; give the prompt as plain"
+                " text"
+            )
+        message = {"role": "user", "content": prompt}
+        text = inner.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        # The template has written the begin token already, if the model wants one.
+        return list(inner.encode(text, add_special_tokens=False))
+
+    def stream(self) -> TextStream:
+        """A fresh decoder for one answer."""
+        return TextStream(self._loaded())
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The whole text: exactly what a stream of these tokens would have returned."""
+        stream = self.stream()
+        pieces = [stream.push(token_id) for token_id in token_ids]
+        return "".join([*pieces, stream.finish()])
+
+    def _loaded(self) -> PreTrainedTokenizerFast:
+        if self._inner is None:
+            raise ValueError(
+                f"model folder {self._folder} has no tokenizer (no tokenizer.json); give the"
+                " prompt as token ids"
+            )
+        return self._inner
+
+
+class TextStream:
+    """Decodes one answer token by token. Special tokens show no text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        # Tokens are decoded after the one before them: some tokenizers drop a leading space.
+        self._window: list[int] = []
+        self._num_returned = 0  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token, perhaps empty."""
+        self._window.append(token_id)
+        text = self._text()
+        num_unfinished = len(text) - len(text.rstrip(REPLACEMENT))
+        return self._take(text, len(text) - min(num_unfinished, MAX_UNFINISHED))
+
+    def finish(self) -> str:
+        """What was held back, as replacement characters."""
+        text = self._text()
+        return self._take(text, len(text))
+
+    def _take(self, text: str, end: int) -> str:
+        taken = text[self._num_returned : end]
+        self._num_returned = max(self._num_returned, end)
+        if end == len(text):
+            del self._window[:-1]
+            self._num_returned = len(self._text())
+        return taken
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
