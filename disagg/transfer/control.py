@@ -10,29 +10,31 @@ opening; its last field belongs to the transport (addresses, tokens). Between `O
 the transport builds its own path; messages of both directions wait for it, so a message received
 means that both sides can write.
 
-Control knows no transport, and owns the wait: a transport's descriptors are watched here too. What
-a stranger sends never raises and never takes more memory than one frame.
+Control knows no transport. What a stranger sends never raises and never takes more memory than one
+frame. Whatever else a transport waits for, it watches on the same `waiter`.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from disagg.transfer.interface import MessageReceived, Peer, TransferError
+from disagg.transfer.opening import (
+    MAX_OPENING_BYTES,
+    Opening,
+    decode_opening,
+    encode_opening,
+)
+from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_OPENING_BYTES = 64 << 10
 #: What a peer that does not read may leave with us before it counts as dead.
 MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 #: Read from one connection in one poll.
@@ -42,19 +44,6 @@ MAX_OPENING_CONNECTIONS = 128
 OPENING_TIMEOUT_SECONDS = 3.0
 
 _LENGTH = struct.Struct("<I")
-_MAGIC = b"disagg\x00\x01"
-_VERSION = 1
-_PREFIX = struct.Struct("<8sI")
-
-Handler = Callable[[int], None]
-
-
-class _Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Follows magic and version, which stay where they are in every version."""
-
-    epoch: int
-    transport: str
-    info: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,26 +109,10 @@ class Control:
         self._last_peer = 0
         self._listener: socket.socket | None = None
         self._events: list[ControlEvent] = []
-        self._epoll = select.epoll()
-        self._handlers: dict[int, Handler] = {}
-        self._wake_lock = threading.Lock()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.watch(self._wake_fd, select.EPOLLIN, self._on_wake)
+        #: A transport watches its own descriptors here too.
+        self.waiter = Waiter()
 
     # What a transport calls.
-
-    def watch(self, fd: int, events: int, handler: Handler) -> None:
-        """Call `handler(events)` from `poll` when `fd` has some of `events`; again: change them."""
-        if fd in self._handlers:
-            self._epoll.modify(fd, events)
-        else:
-            self._epoll.register(fd, events)
-        self._handlers[fd] = handler
-
-    def unwatch(self, fd: int) -> None:
-        """Before closing `fd`. Unknown: no-op."""
-        if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
 
     def ready(self, peer: Peer) -> None:
         """The transport's path to the peer works: let messages flow. Unknown or lost: no-op."""
@@ -176,7 +149,7 @@ class Control:
                 " choose another with --listen, or port 0"
             ) from error
         self._listener = listener
-        self.watch(listener.fileno(), select.EPOLLIN, self._on_accept)
+        self.waiter.watch(listener.fileno(), READABLE, self._on_accept)
         bound = listener.getsockname()
         return str(bound[0]), int(bound[1])
 
@@ -237,36 +210,19 @@ class Control:
         deadlines = [c.deadline for c in self._connections.values() if not c.ready]
         if deadlines:
             timeout = max(0.0, min(timeout, min(deadlines) - self._clock()))
-        if 0.0 < timeout < 1e-3:
-            # epoll counts whole milliseconds and would round this up.
-            time.sleep(timeout)
-            timeout = 0.0
-        for fd, events in self._epoll.poll(timeout):
-            handler = self._handlers.get(fd)
-            if handler is not None:  # else an earlier handler of this round closed it
-                handler(events)
+        self.waiter.wait(timeout)
         taken, self._events = self._events, []
         return taken
-
-    def wake(self) -> None:
-        """End the `poll` that waits now, or the next one. From any thread; after `close`: no-op."""
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
         """Close every connection and the listener. May be called twice."""
         for connection in list(self._connections.values()):
             self._lose(connection, "engine closed")
         if self._listener is not None:
-            self.unwatch(self._listener.fileno())
+            self.waiter.unwatch(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
-        self._epoll.close()
+        self.waiter.close()
 
     # Inside.
 
@@ -283,8 +239,7 @@ class Control:
             announced=outgoing,
         )
         info = self._make_info(connection.peer, outgoing)
-        opening = _Opening(self._epoch, self._transport, info)
-        frame = _PREFIX.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(opening)
+        frame = encode_opening(Opening(self._epoch, self._transport, info))
         connection.unsent += _LENGTH.pack(len(frame)) + frame
         self._connections[connection.peer] = connection
         self._watch_connection(connection)
@@ -294,17 +249,19 @@ class Control:
         held = connection.opened and not connection.ready
         events = 0
         if not held or len(connection.received) < MAX_OPENING_BYTES:
-            events |= select.EPOLLIN
+            events |= READABLE
         if connection.unsent or not connection.connected:
-            events |= select.EPOLLOUT
-        self.watch(connection.socket.fileno(), events, lambda got: self._on_ready(connection, got))
+            events |= WRITABLE
+        self.waiter.watch(
+            connection.socket.fileno(), events, lambda got: self._on_ready(connection, got)
+        )
 
     def _on_ready(self, connection: _Connection, events: int) -> None:
         if not connection.connected and not self._finish_connect(connection):
             return
-        if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
+        if events & ~WRITABLE:
             self._read(connection)
-        if events & select.EPOLLOUT:
+        if events & WRITABLE:
             self._write(connection)
 
     def _finish_connect(self, connection: _Connection) -> bool:
@@ -330,9 +287,6 @@ class Control:
             tcp.close()
         else:
             self._add(tcp, f"{address[0]}:{address[1]}", outgoing=False)
-
-    def _on_wake(self, _events: int) -> None:
-        os.eventfd_read(self._wake_fd)
 
     def _read(self, connection: _Connection) -> bool:
         """Read and take at most `READ_BYTES`; whether there was something."""
@@ -379,24 +333,10 @@ class Control:
             self._watch_connection(connection)
 
     def _open(self, connection: _Connection, frame: bytes) -> None:
-        problem = ""
-        if len(frame) < _PREFIX.size or not frame.startswith(_MAGIC):
-            problem = "no opening of a disagg node; check host and port"
-        elif (version := _PREFIX.unpack_from(frame)[1]) != _VERSION:
-            problem = f"control version {version}, ours is {_VERSION}; run one release on both"
-        else:
-            try:
-                opening = msgspec.msgpack.decode(frame[_PREFIX.size :], type=_Opening)
-            except (msgspec.DecodeError, ValueError) as error:
-                problem = f"a malformed opening ({error})"
-            else:
-                if opening.transport != self._transport:
-                    problem = (
-                        f"transport {opening.transport!r}, ours is {self._transport!r};"
-                        " start both nodes with the same one"
-                    )
-        if problem:
-            self._lose(connection, f"{connection.address} sent {problem}")
+        try:
+            opening = decode_opening(frame, self._transport)
+        except ValueError as error:
+            self._lose(connection, f"{connection.address} sent {error}")
             return
         connection.opened = True
         self._events.append(
@@ -436,7 +376,7 @@ class Control:
                 )
 
     def _lose(self, connection: _Connection, why: str) -> None:
-        self.unwatch(connection.socket.fileno())
+        self.waiter.unwatch(connection.socket.fileno())
         connection.socket.close()
         del self._connections[connection.peer]
         self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))

@@ -17,6 +17,11 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from collections.abc import Callable
+
+from disagg.transfer.interface import Peer
+
+FENCE_INTERVAL_SECONDS = 0.01
 
 _GRANTED = b"0"
 _REVOKED = b"1"
@@ -70,6 +75,40 @@ class HeldLease:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Fences:
+    """Leases taken back whose writers may still be in their last batch, by peer."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._leases: dict[Peer, Lease] = {}
+        self._next_look = 0.0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def add(self, peer: Peer, lease: Lease) -> None:
+        """Revoke the lease; `look` says when the peer is fenced."""
+        lease.revoke()
+        self._leases[peer] = lease
+        self._next_look = self._clock()
+
+    def look(self) -> list[Peer]:
+        """The peers that are fenced now; each is said once. Looks every `FENCE_INTERVAL_SECONDS`."""
+        if not self._leases or self._clock() < self._next_look:
+            return []
+        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
+        fenced = [peer for peer, lease in self._leases.items() if lease.is_free()]
+        for peer in fenced:
+            self._leases.pop(peer).close()
+        return fenced
+
+    def close(self) -> None:
+        """Stop looking. May be called twice."""
+        for lease in self._leases.values():
+            lease.close()
+        self._leases.clear()
 
 
 def _try_lock(fd: int, how: int) -> bool:

@@ -43,14 +43,12 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
-from disagg.transfer.lease import Lease
-from disagg.transfer.shm_link import MAX_REGIONS, Bytes, Extent, Note, ShmLink
+from disagg.transfer.lease import FENCE_INTERVAL_SECONDS, Fences
+from disagg.transfer.page_copy import Bytes, copy_pages
+from disagg.transfer.shm_link import MAX_REGIONS, Extent, Note, ShmLink
 
 #: Copied under one lock of the lease: about a millisecond.
 BATCH_BYTES = 4 << 20
-#: numpy gathers into a temporary and scatters from it; this much stays in the cache.
-GATHER_BYTES = 1 << 20
-FENCE_INTERVAL_SECONDS = 0.01
 
 
 class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -94,7 +92,6 @@ class ShmTransferEngine(TransferEngine):
         clock: Callable[[], float] = time.monotonic,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
-        self._clock = clock
         self._epoch = secrets.randbits(64)
         self._control = Control(
             transport="shm",
@@ -110,8 +107,8 @@ class ShmTransferEngine(TransferEngine):
         self._peers: dict[Peer, _Peer] = {}
         self._open: dict[Ticket, _Job] = {}
         self._last_ticket = 0
-        self._fencing: dict[Peer, tuple[Lease, bool]] = {}
-        self._next_look = 0.0
+        self._fences = Fences(clock)
+        self._announced: set[Peer] = set()  # lost and said so, not fenced yet
         self._events: list[Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
@@ -222,11 +219,11 @@ class ShmTransferEngine(TransferEngine):
         self._copy_next()
         for known in self._peers.values():
             self._send_notes(known)
-        self._look_at_fences()
+        self._fence(self._fences.look())
         self._take_reached()
         if self._events or any(known.jobs for known in self._peers.values()):
             timeout = 0.0
-        elif self._fencing:
+        elif self._fences:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
         for event in self._control.poll(timeout):
             if isinstance(event, Opened):
@@ -240,7 +237,7 @@ class ShmTransferEngine(TransferEngine):
         return taken
 
     def wake(self) -> None:
-        self._control.wake()
+        self._control.waiter.wake()
 
     def close(self) -> None:
         """See `interface.py`. A peer's batch under way (about a millisecond) may still land."""
@@ -249,10 +246,9 @@ class ShmTransferEngine(TransferEngine):
             if known.link.lease is not None:
                 known.link.lease.revoke()
                 known.link.lease.close()
-        for lease, _ in self._fencing.values():
-            lease.close()
+        self._fences.close()
         self._control.close()
-        self._peers, self._open, self._fencing = {}, {}, {}
+        self._peers, self._open = {}, {}
         self._own, self._views, self._events = [], [], []
 
     def _make_link(self, peer: Peer, outgoing: bool) -> bytes:
@@ -335,58 +331,16 @@ class ShmTransferEngine(TransferEngine):
             del self._open[ticket]
         if lost.announced:
             self._events.append(PeerLost(peer=lost.peer, why=lost.why))
+            self._announced.add(lost.peer)
         if known.link.lease is None:  # it never had our memory
-            if lost.announced:
-                self._events.append(PeerFenced(peer=lost.peer))
+            self._fence([lost.peer])
         else:
-            known.link.lease.revoke()
-            self._fencing[lost.peer] = (known.link.lease, lost.announced)
-            self._next_look = self._clock()
+            self._fences.add(lost.peer, known.link.lease)
 
-    def _look_at_fences(self) -> None:
-        if not self._fencing or self._clock() < self._next_look:
-            return
-        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
-        for peer, (lease, announced) in list(self._fencing.items()):
-            if lease.is_free():
-                lease.close()
-                del self._fencing[peer]
-                if announced:
-                    self._events.append(PeerFenced(peer=peer))
-
-
-def copy_pages(
-    destination: Bytes,
-    source: Bytes,
-    page_bytes: int,
-    destination_offsets: Offsets,
-    source_offsets: Offsets,
-) -> None:
-    """Copy one page for each pair of offsets. Offsets that are whole pages take the fast path.
-
-    The fast path treats a page as one element, so that numpy moves many in one call, without
-    Python's lock; the other path takes the lock back after each page.
-    """
-    pages = max(1, GATHER_BYTES // page_bytes)
-    aligned = (
-        not (source_offsets % page_bytes).any() and not (destination_offsets % page_bytes).any()
-    )
-    if len(source_offsets) == 1 or not aligned:
-        pairs = zip(source_offsets.tolist(), destination_offsets.tolist(), strict=True)
-        for start, to in pairs:
-            destination[to : to + page_bytes] = source[start : start + page_bytes]
-        return
-    sources = _as_pages(source, page_bytes)
-    destinations = _as_pages(destination, page_bytes)
-    for first in range(0, len(source_offsets), pages):
-        some = slice(first, first + pages)
-        taken = sources[source_offsets[some] // page_bytes]
-        destinations[destination_offsets[some] // page_bytes] = taken
-
-
-def _as_pages(region: Bytes, page_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    whole = region.nbytes // page_bytes * page_bytes
-    return region[:whole].view(np.dtype((np.void, page_bytes)))
+    def _fence(self, peers: list[Peer]) -> None:
+        for peer in self._announced.intersection(peers):
+            self._announced.remove(peer)
+            self._events.append(PeerFenced(peer=peer))
 
 
 def _find(what: str, descriptor: bytes, epoch: int, regions: list[Bytes]) -> Bytes:

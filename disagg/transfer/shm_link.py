@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import stat
 import struct
@@ -26,15 +25,14 @@ from itertools import islice
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.control import Control, Handler
+from disagg.transfer.control import Control
 from disagg.transfer.interface import Peer, TransferFailed, WritesDone
 from disagg.transfer.lease import HeldLease, Lease
+from disagg.transfer.page_copy import Bytes
+from disagg.transfer.waiter import READABLE, WRITABLE, Handler
 
-Bytes = npt.NDArray[np.uint8]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 #: The kernel passes at most 253 descriptors at once; one is the lease.
@@ -143,7 +141,7 @@ class ShmLink:
         """Close all but our own lease, which the fence still needs. May be called twice."""
         for sock in (self._listener, self._unix):
             if sock is not None and sock.fileno() >= 0:
-                self._control.unwatch(sock.fileno())
+                self._control.waiter.unwatch(sock.fileno())
                 sock.close()
         self._unix = self._listener = None
         if self.held_lease is not None:
@@ -167,7 +165,7 @@ class ShmLink:
         self._their_token = theirs.token
         if self._listener is not None:
             accept = self._guarded(self._accept)
-            self._control.watch(self._listener.fileno(), select.EPOLLIN, accept)
+            self._control.waiter.watch(self._listener.fileno(), READABLE, accept)
             return
         if theirs.name is None:
             raise LinkError("malformed opening of shm: expected the name of a Unix socket")
@@ -193,7 +191,7 @@ class ShmLink:
         if _uid_of(unix) != os.getuid():
             unix.close()  # a stranger found the name; go on waiting for our peer
             return
-        self._control.unwatch(self._listener.fileno())
+        self._control.waiter.unwatch(self._listener.fileno())
         self._listener.close()
         self._listener = None
         self._unix = unix
@@ -201,14 +199,14 @@ class ShmLink:
 
     def _watch(self) -> None:
         assert self._unix is not None, "watched only while it is there"
-        events = select.EPOLLIN | (select.EPOLLOUT if self._blocked else 0)
-        self._control.watch(self._unix.fileno(), events, self._on_unix)
+        events = READABLE | (WRITABLE if self._blocked else 0)
+        self._control.waiter.watch(self._unix.fileno(), events, self._on_unix)
 
     def _on_unix(self, events: int) -> None:
-        if events & select.EPOLLOUT:
+        if events & WRITABLE:
             self._blocked = False
             self._watch()
-        if events & ~select.EPOLLOUT:
+        if events & ~WRITABLE:
             introduced = self.held_lease is not None
             self._guarded(self._receive_notes if introduced else self._receive_introduction)(0)
 
@@ -256,7 +254,7 @@ class ShmLink:
             except BlockingIOError:
                 return
             if not packet:
-                self._control.unwatch(self._unix.fileno())
+                self._control.waiter.unwatch(self._unix.fileno())
                 self._control.close_after_reading(self.peer, "the peer closed the Unix socket")
                 return
             if len(packet) % _RECORD.size:

@@ -1,0 +1,71 @@
+"""One place to wait: file descriptors with a handler each, a timeout, and a wake from any thread.
+
+watch(fd, events, handler) --> epoll --wait(timeout)--> handler(events)
+wake() --> eventfd ------------^
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+READABLE = select.EPOLLIN
+WRITABLE = select.EPOLLOUT
+
+#: Takes the events that epoll reports: `READABLE`, `WRITABLE`, or an error or hang-up beside them.
+Handler = Callable[[int], None]
+
+
+class Waiter:
+    """All calls but `wake` belong to one thread."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self._wake_fd, READABLE, lambda _events: self._drain())
+
+    def watch(self, fd: int, events: int, handler: Handler) -> None:
+        """Call `handler` when `fd` has some of `events` (0: errors only); again: change them."""
+        if fd in self._handlers:
+            self._epoll.modify(fd, events)
+        else:
+            self._epoll.register(fd, events)
+        self._handlers[fd] = handler
+
+    def unwatch(self, fd: int) -> None:
+        """Before closing `fd`. Unknown: no-op."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for one event or more, then call their handlers."""
+        if 0.0 < timeout < 1e-3:
+            # epoll counts whole milliseconds and would round this up.
+            time.sleep(timeout)
+            timeout = 0.0
+        for fd, events in self._epoll.poll(timeout):
+            handler = self._handlers.get(fd)
+            if handler is not None:  # else an earlier handler of this round closed it
+                handler(events)
+
+    def wake(self) -> None:
+        """End the `wait` of now, or the next one. From any thread; after `close`: no-op."""
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Close what is its own; watched descriptors are their owners'. May be called twice."""
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+        self._epoll.close()
+
+    def _drain(self) -> None:
+        os.eventfd_read(self._wake_fd)
