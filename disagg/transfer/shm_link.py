@@ -28,7 +28,7 @@ import msgspec
 
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.control import Control
-from disagg.transfer.interface import Peer, TransferFailed, WritesDone
+from disagg.transfer.interface import Peer, WritesDone
 from disagg.transfer.lease import HeldLease, Lease
 from disagg.transfer.page_copy import Bytes
 from disagg.transfer.waiter import READABLE, WRITABLE, Handler
@@ -76,7 +76,7 @@ class Note:
 
     imm: int
     count: int
-    end: WritesDone | TransferFailed | None = None
+    end: WritesDone | None = None
 
 
 class ShmLink:
@@ -131,9 +131,9 @@ class ShmLink:
     def has_sendable_notes(self) -> bool:
         return bool(self.notes) and not self._blocked
 
-    def send_notes(self) -> list[WritesDone | TransferFailed]:
+    def send_notes(self) -> list[WritesDone]:
         """Send what the socket takes and return the events that this completes."""
-        ended: list[WritesDone | TransferFailed] = []
+        ended: list[WritesDone] = []
         self._guarded(lambda: self._send_notes(ended))(0)
         return ended
 
@@ -264,7 +264,7 @@ class ShmLink:
             for imm, count in _RECORD.iter_unpack(packet):
                 self._on_arrival(imm, count)
 
-    def _send_notes(self, ended: list[WritesDone | TransferFailed]) -> None:
+    def _send_notes(self, ended: list[WritesDone]) -> None:
         while self.notes:
             batch = list(islice(self.notes, _MAX_RECORDS))
             packet = b"".join(_RECORD.pack(note.imm, note.count) for note in batch if note.count)
