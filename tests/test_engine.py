@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
 from disagg.engine.engine import Engine
+from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
 from disagg.hooks import (
     KVFailed,
@@ -24,15 +25,17 @@ from disagg.hooks import (
     StopPrefill,
 )
 from disagg.kv_layout import PageOrder, pages_for
+from disagg.model.attention import TorchPagedAttention
+from disagg.model.weights import load_model
 from disagg.request import FinishReason, Request, SamplingParams
 from tests.fake_model import (
-    FakeModel,
     fake_config,
     fake_greedy,
     fake_hidden,
     fake_runner,
     fake_scheduler,
 )
+from tests.tiny_models import greedy, make_tiny_llama
 
 P = 4
 CONFIG = fake_config()
@@ -53,14 +56,14 @@ class Replica:
         num_pages=40,
         slots=4,
         order=PageOrder.HND,
-        config=CONFIG,
+        make_runner=fake_runner,
         **limits,
     ):
         cache = CacheConfig(
             num_pages=num_pages, page_size=P, kv_layout=order, dtype="float32", num_tail_slots=slots
         )
-        self.runner: Runner = fake_runner(cache, model=FakeModel(config, order))
-        self.scheduler = fake_scheduler(cache, config, **limits)
+        self.runner: Runner = make_runner(cache)
+        self.scheduler = fake_scheduler(cache, self.runner.model.config, **limits)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, tuple[FinishReason, str | None]] = {}
         self.dead: list[BaseException] = []
@@ -86,7 +89,8 @@ class Replica:
 
     def step(self) -> bool:
         counter, did_work = self.runner.counter.read(), self.engine.step()
-        assert self.runner.counter.read() - counter in (0, CONFIG.num_layers + 1)
+        added = self.runner.counter.read() - counter
+        assert added in (0, self.runner.model.config.num_layers + 1)
         self.scheduler.pages.check()
         self.scheduler.slots.check()
         return did_work
@@ -105,10 +109,9 @@ class Messenger:
     With `lose` no fetch is passed on: the test says what becomes of it.
     """
 
-    def __init__(self, *, budget=512, order=PageOrder.HND, num_pages=40, slots=4, lose=False):
-        same = {"order": order, "num_pages": num_pages, "slots": slots, "max_batch_tokens": budget}
-        self.prefiller = Replica(hooks=self, **same)
-        self.decoder = Replica(hooks=self, remote=True, **same)
+    def __init__(self, *, budget=512, lose=False, **same):
+        self.prefiller = Replica(hooks=self, max_batch_tokens=budget, **same)
+        self.decoder = Replica(hooks=self, remote=True, max_batch_tokens=budget, **same)
         self.lose = lose
         self.fetches = {}
         self.cancelled: list[int] = []
@@ -146,13 +149,9 @@ class Messenger:
     def copy(self, chunk) -> None:
         fetch = self.fetches[chunk.job]
         source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
-        for layer in range(CONFIG.num_layers):
-            theirs = target.layers[layer]
-            theirs[list(fetch.page_indices)] = source.layers[layer][list(chunk.page_indices)]
-        hidden = source.tail_hidden(chunk.tail_slot)
-        expected = fake_hidden(CONFIG, fetch.token_ids)[len(fetch.token_ids) - 2]
-        assert torch.equal(hidden, expected)
-        target.tail_hidden(fetch.tail_slot).copy_(hidden)
+        for ours, theirs in zip(source.layers, target.layers, strict=True):
+            theirs[list(fetch.page_indices)] = ours[list(chunk.page_indices)]
+        target.tail_hidden(fetch.tail_slot).copy_(source.tail_hidden(chunk.tail_slot))
 
     def scribble(self, attempts) -> None:
         """Late writes of failed or cancelled attempts: garbage into the pages that are theirs."""
@@ -266,6 +265,17 @@ def test_a_split_gives_the_oracles_tokens_for_every_prompt_length(order, budget)
     assert sorted(messenger.fetches) == list(range(1, len(prompts))), "N = 1 fetches nothing"
     assert messenger.prefiller.tokens == {}
     messenger.check_balance()
+
+
+def test_the_tail_holds_the_hidden_state_before_the_last_prompt_token():
+    messenger = Messenger(budget=3)
+    for length in (2, 4, 5, 9):
+        prompt = prompt_of(length)
+        messenger.decoder.submit(prompt, 1)
+        messenger.run()
+        fetch = messenger.fetches[len(messenger.fetches)]
+        hidden = messenger.decoder.runner.kv_cache.tail_hidden(fetch.tail_slot)
+        assert torch.equal(hidden, fake_hidden(CONFIG, prompt)[length - 2])
 
 
 def test_the_decoder_computes_only_the_last_prompt_token():
@@ -547,6 +557,43 @@ def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions,
         assert not tokens or tokens == fake_greedy(CONFIG, prompts[number], len(tokens))
 
 
+# A real model, against transformers
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A tiny Llama and 5 greedy tokens of transformers for a prompt of each length 1..4P+2."""
+    folder = make_tiny_llama(tmp_path_factory.mktemp("llama"))
+    prompts = [tuple((7 * i * i + n) % 128 for i in range(n)) for n in range(1, 4 * P + 3)]
+    return folder, [(prompt, greedy(folder, prompt, 5)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("order", list(PageOrder))
+@pytest.mark.parametrize("budget", [1, 3, P, 2 * P, 512])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_llama_gives_the_tokens_of_transformers(llama, split, budget, order):
+    folder, oracle = llama
+    model = load_model(folder, "float32")
+
+    def make_runner(cache: CacheConfig) -> Runner:
+        kv_cache = KVCache(cache, model.config)
+        num_qo_heads = model.config.num_qo_heads
+        attention = TorchPagedAttention(
+            kv_cache.layout, num_qo_heads=num_qo_heads, dtype=torch.float32
+        )
+        return Runner(model, attention, kv_cache, LayerCounter())
+
+    same = {"make_runner": make_runner, "order": order, "num_pages": 150}
+    messenger = Messenger(budget=budget, **same)
+    replica = messenger.decoder if split else Replica(max_batch_tokens=budget, **same)
+    numbers = [replica.submit(prompt, 5) for prompt, _ in oracle]
+    (messenger if split else replica).run()
+    for number, (prompt, expected) in zip(numbers, oracle, strict=True):
+        assert replica.tokens[number] == expected, f"prompt of {len(prompt)}"
+    assert len(messenger.fetches) == (len(oracle) - 1 if split else 0)
+    messenger.check_balance()
+
+
 # The thread, and the end
 
 
@@ -580,6 +627,17 @@ def test_requests_from_other_threads_wake_the_idle_engine():
     with pytest.raises(RuntimeError, match="was stopped"):
         replica.submit(prompt_of(3))
     assert replica.dead == []
+
+
+def test_after_a_stop_nothing_is_handled():
+    messenger, number = lost_fetch()
+    engine = messenger.decoder.engine
+    engine.stop()
+    engine.cancel(number)
+    engine.post(KVFailed(attempt=1, why="gone", then=NextStep.FAIL))
+    engine.run_forever()
+    assert messenger.decoder.ends == {number: (FinishReason.ERROR, "the engine was stopped")}
+    assert messenger.cancelled == []
 
 
 def test_a_stop_answers_what_is_open():

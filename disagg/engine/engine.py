@@ -11,9 +11,7 @@ positions 0..N-2 are filled by a prefiller and token N-1 runs as an ordinary dec
 
 Since the inbox is drained between steps only, no step that names a page is running when an event
 frees it. A step that raises ends the engine: every counter base after it would be wrong.
-
-Who owns a fetched page: the attempt, from `on_fetch` until `KVReady` makes it the request's, or
-`KVReleased` frees it. A request whose attempt failed or that was cancelled leaves without them.
+Fetched pages, and what becomes of them when a fetch fails, are `attempts.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +24,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from disagg.engine.kv_cache import LayerCounter
+from disagg.engine.attempts import Attempts
+from disagg.engine.runner import Runner
 from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
 from disagg.engine.sequence import Kind, Sequence, State
 from disagg.hooks import (
     EngineEvent,
     EngineHooks,
-    FetchKV,
     KVFailed,
     KVReady,
     KVReleased,
-    NextStep,
     PrefillChunk,
     ReleasePrefill,
     StartPrefill,
@@ -45,17 +42,6 @@ from disagg.hooks import (
 from disagg.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-
-class StepRunner(Protocol):
-    """What the engine needs of a runner: see `runner.Runner`."""
-
-    counter: LayerCounter
-
-    @property
-    def increments_per_step(self) -> int: ...
-
-    def run(self, spans: tuple[Span, ...]) -> list[list[int]]: ...
 
 
 class OnOutput(Protocol):
@@ -80,15 +66,6 @@ class EngineStats:
     open_attempts: int
 
 
-@dataclass(kw_only=True)
-class _Attempt:
-    """Pages and slot that a remote writer may write into. `sequence` is None once nobody waits."""
-
-    sequence: Sequence | None
-    page_indices: tuple[int, ...]
-    tail_slot: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Cancel:
     number: int
@@ -107,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: StepRunner,
+        runner: Runner,
         scheduler: Scheduler,
         *,
         on_output: OnOutput,
@@ -120,7 +97,7 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._on_output = on_output
-        self._hooks = hooks
+        self._hooks = hooks or _NoHooks()
         self._remote = remote
         self._on_dead = on_dead
 
@@ -135,8 +112,7 @@ class Engine:
 
         # The engine thread's alone.
         self._jobs: dict[int, Sequence] = {}
-        self._attempts: dict[int, _Attempt] = {}
-        self._attempt_numbers = itertools.count(1)
+        self._attempts = Attempts(scheduler, self._hooks)
 
     # From any thread
 
@@ -213,13 +189,14 @@ class Engine:
 
     def _drain(self, wait: bool) -> bool:
         drained = False
-        while True:
+        while self._ended is None:
             try:
                 item = self._inbox.get(block=wait and not drained)
             except queue.Empty:
-                return drained
+                break
             drained = True
             self._handle(item)
+        return drained
 
     def _handle(self, item: Sequence | _Cancel | _Stop | EngineEvent) -> None:
         match item:
@@ -234,11 +211,13 @@ class Engine:
             case _Stop():
                 self._end("the engine was stopped")
             case KVReady(attempt=attempt):
-                self._on_kv_ready(attempt)
+                self._attempts.on_ready(attempt)
             case KVFailed(attempt=attempt, why=why, then=then):
-                self._on_kv_failed(attempt, why, then)
+                ended = self._attempts.on_failed(attempt, then)
+                if ended is not None:
+                    self._deliver(ended.number, [], FinishReason.ERROR, why)
             case KVReleased(attempt=attempt):
-                self._on_kv_released(attempt)
+                self._attempts.on_released(attempt)
             case StopPrefill(job=job):
                 self._stop_job(job)
             case ReleasePrefill(job=job):
@@ -246,14 +225,14 @@ class Engine:
 
     def _run_step(self) -> bool:
         for sequence in self._scheduler.admit():
-            self._fetch(sequence)
+            self._attempts.start(sequence)
         step = self._scheduler.schedule()
         if not step.spans:
             return False
         # Read, not calculated: steps that others ran (a warm-up) have counted, too.
         base = self._runner.counter.read()
         chunks = _chunks(step)
-        if chunks and self._hooks is not None:
+        if chunks:
             self._hooks.on_step_scheduled(base, chunks)
         sampled = self._runner.run(step.spans)
         added = self._runner.counter.read() - base
@@ -284,90 +263,15 @@ class Engine:
             self._scheduler.release(sequence)
         return kept
 
-    # Requests
-
-    def _fetch(self, sequence: Sequence) -> None:
-        assert self._hooks is not None, "only a remote engine fetches, and it has hooks"
-        assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
-        attempt = next(self._attempt_numbers)
-        sequence.attempt = attempt
-        self._attempts[attempt] = _Attempt(
-            sequence=sequence,
-            page_indices=sequence.page_indices,
-            tail_slot=sequence.tail_slot,
-        )
-        self._hooks.on_fetch(
-            FetchKV(
-                attempt=attempt,
-                token_ids=tuple(sequence.tokens),
-                page_indices=self._scheduler.pages_to_fetch(sequence),
-                tail_slot=sequence.tail_slot,
-                retries=sequence.retries,
-            )
-        )
-
     def _cancel(self, number: int) -> None:
         sequence = self._open.get(number)
         if sequence is None:
             logger.debug("cancel of request %d, which is not open", number)
             return
-        if sequence.attempt is not None:
-            assert self._hooks is not None, "only a remote engine fetches, and it has hooks"
-            self._hooks.on_cancel(sequence.attempt)
-            self._leave_attempt(sequence)
+        if sequence.state is State.FETCHING:
+            self._attempts.cancel(sequence)
         self._scheduler.release(sequence)
         self._deliver(number, [], FinishReason.CANCELLED)
-
-    def _leave_attempt(self, sequence: Sequence) -> None:
-        """Part a request from its attempt, which keeps pages and slot until `KVReleased`."""
-        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
-        self._attempts[sequence.attempt].sequence = None
-        sequence.disown()
-
-    def _waiting_for(self, attempt: int) -> Sequence | None:
-        """The request that waits for an attempt.
-
-        None is harmless: an answer that crossed a cancel. Whatever may still land does so in pages
-        that stay the attempt's until `KVReleased`, and attempt numbers never come back.
-        """
-        known = self._attempts.get(attempt)
-        if known is None or known.sequence is None:
-            logger.debug("nobody waits for attempt %d any more", attempt)
-            return None
-        return known.sequence
-
-    def _on_kv_ready(self, attempt: int) -> None:
-        sequence = self._waiting_for(attempt)
-        if sequence is not None:
-            del self._attempts[attempt]
-            self._scheduler.ready(sequence)
-
-    def _on_kv_failed(self, attempt: int, why: str, then: NextStep) -> None:
-        sequence = self._waiting_for(attempt)
-        if sequence is None:
-            return
-        self._leave_attempt(sequence)
-        if then is NextStep.FAIL:
-            self._scheduler.release(sequence)
-            self._deliver(sequence.number, [], FinishReason.ERROR, why)
-            return
-        # From zero, in fresh pages: the old ones may still be written into.
-        sequence.remote = then is NextStep.RETRY
-        sequence.retries += 1
-        sequence.move_to(State.WAITING)
-        self._scheduler.add(sequence)
-
-    def _on_kv_released(self, attempt: int) -> None:
-        known = self._attempts.get(attempt)
-        if known is None:
-            logger.debug("release of attempt %d, whose pages are the request's or free", attempt)
-            return
-        assert known.sequence is None, f"attempt {attempt} is released, but still waited for"
-        del self._attempts[attempt]
-        self._scheduler.pages.free(known.page_indices)
-        self._scheduler.slots.free((known.tail_slot,))
-
-    # Prefill jobs
 
     def _stop_job(self, job: int) -> None:
         sequence = self._jobs.get(job)
@@ -382,8 +286,6 @@ class Engine:
             return
         # We are between two steps: the last one that named these pages has ended.
         self._scheduler.release(sequence)
-
-    # Answers
 
     def _deliver(
         self,
@@ -406,6 +308,16 @@ class Engine:
             self._open.clear()
         for number in numbers:
             self._on_output(number, [], FinishReason.ERROR, why)
+
+
+class _NoHooks:
+    """The hooks of an engine that hands nothing over; it is not remote, so it never fetches."""
+
+    def on_step_scheduled(self, base: int, chunks: object) -> None: ...
+
+    def on_fetch(self, fetch: object) -> None: ...
+
+    def on_cancel(self, attempt: int) -> None: ...
 
 
 def _chunks(step: ScheduledStep) -> list[PrefillChunk]:

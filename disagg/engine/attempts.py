@@ -1,0 +1,121 @@
+"""Attempts to have prompts prefilled elsewhere, and the pages that others may write into meanwhile.
+
+A fetched page is the attempt's from `on_fetch` on. `KVReady` makes it the request's; otherwise it
+is free only at `KVReleased`, when nothing can land in it any more, however long that takes. A
+request that was cancelled or whose attempt failed leaves at once, without its pages.
+
+                      .-- KVReady ----> gone: pages and slot are the request's
+    start (on_fetch) -+-- KVFailed ---> the request leaves, pages stay -.
+                      '-- cancel -----> the request leaves, pages stay -'- KVReleased -> gone: free
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+
+from disagg.engine.scheduler import Scheduler
+from disagg.engine.sequence import Sequence, State
+from disagg.hooks import EngineHooks, FetchKV, NextStep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """What a remote writer may write into. `sequence` is None once nobody waits for it."""
+
+    sequence: Sequence | None
+    page_indices: tuple[int, ...]
+    tail_slot: int
+
+
+class Attempts:
+    """All attempts whose pages are not the request's or free yet; the engine thread's alone.
+
+    Events may name attempts that are not known here, or that nobody waits for: answers that
+    crossed a cancel. Ignoring them is harmless. Numbers never come back, so they cannot mean
+    another attempt, and what may still land does so in pages that wait for `KVReleased`.
+    """
+
+    def __init__(self, scheduler: Scheduler, hooks: EngineHooks) -> None:
+        self._scheduler = scheduler
+        self._hooks = hooks
+        self._attempts: dict[int, _Attempt] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def start(self, sequence: Sequence) -> None:
+        """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
+        assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
+        attempt = next(self._numbers)
+        sequence.attempt = attempt
+        self._attempts[attempt] = _Attempt(
+            sequence=sequence,
+            page_indices=sequence.page_indices,
+            tail_slot=sequence.tail_slot,
+        )
+        self._hooks.on_fetch(
+            FetchKV(
+                attempt=attempt,
+                token_ids=tuple(sequence.tokens),
+                page_indices=self._scheduler.pages_to_fetch(sequence),
+                tail_slot=sequence.tail_slot,
+                retries=sequence.retries,
+            )
+        )
+
+    def on_ready(self, attempt: int) -> None:
+        """Everything has landed: the request may decode."""
+        sequence = self._waiting_for(attempt)
+        if sequence is not None:
+            del self._attempts[attempt]
+            self._scheduler.ready(sequence)
+
+    def on_failed(self, attempt: int, then: NextStep) -> Sequence | None:
+        """It will not complete: queue the request again, or end and return it if it is to fail."""
+        sequence = self._waiting_for(attempt)
+        if sequence is None:
+            return None
+        self._leave(sequence)
+        if then is NextStep.FAIL:
+            self._scheduler.release(sequence)
+            return sequence
+        # From zero and in fresh pages: the old ones may still be written into.
+        sequence.remote = then is NextStep.RETRY
+        sequence.retries += 1
+        sequence.move_to(State.WAITING)
+        self._scheduler.add(sequence)
+        return None
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The request of a FETCHING sequence is not wanted any more; part it from its attempt."""
+        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
+        self._hooks.on_cancel(sequence.attempt)
+        self._leave(sequence)
+
+    def on_released(self, attempt: int) -> None:
+        """Nothing can land any more: free what a failed or cancelled attempt still owns."""
+        known = self._attempts.get(attempt)
+        if known is None:
+            logger.debug("release of attempt %d, whose pages are the request's or free", attempt)
+            return
+        assert known.sequence is None, f"attempt {attempt} is released, but still waited for"
+        del self._attempts[attempt]
+        self._scheduler.pages.free(known.page_indices)
+        self._scheduler.slots.free((known.tail_slot,))
+
+    def _waiting_for(self, attempt: int) -> Sequence | None:
+        known = self._attempts.get(attempt)
+        if known is None or known.sequence is None:
+            logger.debug("nobody waits for attempt %d any more", attempt)
+            return None
+        return known.sequence
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
+        self._attempts[sequence.attempt].sequence = None
+        sequence.disown()
