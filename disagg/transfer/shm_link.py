@@ -127,10 +127,6 @@ class ShmLink:
         if self._unix is not None and self.held_lease is not None:
             self._guarded(self._receive_notes)(0)
 
-    @property
-    def has_sendable_notes(self) -> bool:
-        return bool(self.notes) and not self._blocked
-
     def send_notes(self) -> list[WritesDone]:
         """Send what the socket takes and return the events that this completes."""
         ended: list[WritesDone] = []
@@ -152,7 +148,7 @@ class ShmLink:
         def handler(_events: int) -> None:
             try:
                 step()
-            except LinkError as broken:
+            except (LinkError, ValueError) as broken:
                 self._control.close_peer(self.peer, str(broken))
             except OSError as error:
                 self._control.close_peer(self.peer, f"Unix socket broke: {error}")
