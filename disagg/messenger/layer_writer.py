@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,10 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
+
+
+#: How a ticket ends.
+WritesEnded = WritesDone | TransferFailed
 
 
 class AttemptState(enum.Enum):
@@ -84,6 +88,11 @@ class Attempt:
         """Change state along the table."""
         assert to in TRANSITIONS[self.state], f"attempt went {self.state} -> {to}"
         self.state = to
+
+    def add_posted(self, posted: int | None) -> None:
+        """Count writes handed to the medium; once unknown, it stays so."""
+        if self.posted is not None:
+            self.posted = None if posted is None else self.posted + posted
 
 
 @dataclass(kw_only=True)
@@ -215,28 +224,26 @@ class LayerWriter:
 
     # --- Ends ---
 
-    def on_writes_done(self, event: WritesDone) -> None:
-        """Some writes completed; unknown tickets are a probe's, or of a lost peer."""
-        attempt = self._tickets.pop(event.ticket, None)
-        if attempt is None:
-            return
-        num_writes = attempt.open_tickets.pop(event.ticket)
-        if attempt.state is not AttemptState.STOPPED:
-            assert attempt.posted is not None, "an attempt of unknown fate is stopped"
-            attempt.posted += num_writes
-        self._release_if_idle(attempt)
-
-    def on_transfer_failed(self, event: TransferFailed) -> None:
-        """Some writes failed: the attempt's count will never be full."""
-        attempt = self._tickets.pop(event.ticket, None)
-        if attempt is None:
-            return
-        del attempt.open_tickets[event.ticket]
-        if event.posted is None or attempt.posted is None or attempt.state is AttemptState.STOPPED:
-            attempt.posted = None  # stopped: what was told before may now never be counted
-        else:
-            attempt.posted += event.posted
-        self._fail(attempt, event.why)
+    def settle(self, ended: Iterable[WritesEnded]) -> None:
+        """Account for ended tickets; unknown ones are a probe's, or of a lost peer."""
+        touched: dict[int, tuple[Attempt, str | None]] = {}
+        for event in ended:
+            attempt = self._tickets.pop(event.ticket, None)
+            if attempt is None:
+                continue
+            num_writes = attempt.open_tickets.pop(event.ticket)
+            posted = num_writes if isinstance(event, WritesDone) else event.posted
+            if isinstance(event, TransferFailed) and attempt.state is AttemptState.STOPPED:
+                posted = None  # what the decoder was told to wait for may never be counted
+            if attempt.state is not AttemptState.STOPPED or posted is None:
+                attempt.add_posted(posted)
+            earlier = touched.get(attempt.job, (attempt, None))[1]
+            why = event.why if isinstance(event, TransferFailed) else None
+            touched[attempt.job] = (attempt, earlier or why)
+        for attempt, why in touched.values():
+            if why is not None:
+                self._fail(attempt, why)
+            self._release_if_idle(attempt)
 
     def on_peer_lost(self, link: Link) -> None:
         """No write of ours to a lost peer reads its source any more: its attempts end here."""
@@ -253,16 +260,11 @@ class LayerWriter:
             return
         attempt.move(AttemptState.STOPPED)
         self._post(StopPrefill(job=attempt.job))
-        posted = self._transfer.withdraw(list(attempt.open_tickets))
-        if posted is None or attempt.posted is None:
-            attempt.posted = None
-        else:
-            attempt.posted += posted
+        attempt.add_posted(self._transfer.withdraw(list(attempt.open_tickets)))
         self._release_if_idle(attempt)
 
     def _fail(self, attempt: Attempt, why: str) -> None:
         self.stop(attempt)
-        self._release_if_idle(attempt)
         self._on_failed(attempt, why)
 
     def _release_if_idle(self, attempt: Attempt) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent, PrefillChunk, StartPrefill
 from disagg.messenger.admission import probe_problem, refusal, request_problem
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step
+from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step, WritesEnded
 from disagg.messenger.liveness import Liveness
 from disagg.messenger.messages import (
     Cancel,
@@ -51,8 +51,6 @@ from disagg.transfer.interface import (
     PeerLost,
     TransferEngine,
     TransferError,
-    TransferFailed,
-    WritesDone,
 )
 
 logger = logging.getLogger(__name__)
@@ -112,7 +110,10 @@ class PrefillerMessenger:
         """One look at everything: transfer events, the layer counter, the clocks."""
         timeout = min(timeout, self._config.heartbeat_interval / 2)
         busy = self._writer.busy or self._inbox
-        for event in self._transfer.poll(min(timeout, COUNTER_INTERVAL) if busy else timeout):
+        events = self._transfer.poll(min(timeout, COUNTER_INTERVAL) if busy else timeout)
+        # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
+        self._writer.settle(event for event in events if isinstance(event, WritesEnded))
+        for event in events:
             self._on_event(event)
         while self._inbox:
             self._writer.add_step(self._inbox.popleft())
@@ -143,10 +144,6 @@ class PrefillerMessenger:
                     self._on_message(event.peer, decode(event.data))
                 except ProtocolError as error:
                     self._transfer.close_peer(event.peer, str(error))
-            case WritesDone():
-                self._writer.on_writes_done(event)
-            case TransferFailed():
-                self._writer.on_transfer_failed(event)
             case PeerLost():
                 self._on_peer_lost(event)
 

@@ -1,0 +1,371 @@
+"""Scenarios for both messengers, one or more for each rule that keeps the hand-over safe.
+
+Each takes the classes under test, so that `test_protocol.py` runs them on the real code and
+`test_wrong_variants.py` sees them catch the wrong variants. AssertionError: a rule was broken.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from disagg.messenger.messages import Cancel, Hello, PrefillRejected, PrefillRequest, decode, encode
+from disagg.transfer.interface import MessageReceived
+from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, PAGE_SIZE, Client, Code, World
+
+Scenario = Callable[[Code], None]
+
+
+def connected(seed: int, code: Code, **settings) -> World:
+    """A world whose links are up."""
+    world = World(seed, code=code, **settings)
+    world.run_fairly(1.0)
+    assert len(world.links) == len(world.prefill_nodes), f"links did not come up: {world.links}"
+    return world
+
+
+def ends(world: World, client: Client, *, within: float) -> float:
+    """Run fairly until the client is answered; returns how long that took."""
+    start = world.now
+    while client.ended is None:
+        assert world.now - start < within, f"not answered within {within} s"
+        world.run_fairly(0.1, tick=0.1)
+    return world.now - start
+
+
+def without_faults(code: Code) -> None:
+    """Delays and shuffles alone fail nothing: every request is ready, idle time included."""
+    for seed in range(25):
+        world = connected(seed, code, num_prefillers=1 + seed % 2)
+        for _ in range(5):
+            world.submit(world.rng.randint(2, 14))
+            world.run(80)
+            if world.rng.random() < 0.3:
+                world.cancel(world.rng.choice(world.clients))
+        world.heal()
+        assert not world.failures, world.failures
+        assert {client.ended for client in world.clients} <= {"ready", "cancelled"}
+
+
+def chaos(code: Code, seeds: range = range(60)) -> None:
+    """All faults at once, in random order."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        policy = rng.choice(["local", "retry", "fail"])
+        world = connected(seed, code, num_prefillers=rng.choice([1, 2]), on_failure=policy)
+        rate = rng.choice([0.2, 1.0])
+        for _ in range(25):
+            world.run(rng.randint(5, 60), tick=rng.choice([0.01, 0.02, 0.2]))
+            if rng.random() < 0.4:
+                world.submit(rng.randint(2, 14))
+            elif world.clients and rng.random() < 0.3:
+                world.cancel(rng.choice(world.clients))
+            if rng.random() < rate:
+                fault(world, rng)
+        world.heal(wake=rng.random() < 0.8)
+
+
+def fault(world: World, rng: random.Random) -> None:
+    """One of the faults."""
+    index = rng.randrange(len(world.prefill_nodes))
+    rng.choice(
+        [
+            lambda: world.stop(index),
+            lambda: world.wake(index),
+            lambda: world.restart(index),
+            lambda: world.kill(index),
+            world.cut,
+            lambda: world.fail_write(index, posted=True),
+            lambda: world.fail_write(index, posted=False),
+            lambda: world.reject_write(index),
+        ]
+    )()
+
+
+def each_difference_is_refused(code: Code) -> None:
+    """Rule 2: every field of the identity, by its name, with both values, within a second."""
+    for field in IDENTITY.__struct_fields__:
+        value = getattr(IDENTITY, field)
+        other = value + 1 if isinstance(value, int) else f"other {value}"
+        identity = msgspec.structs.replace(IDENTITY, **{field: other})
+        if field == "tp":
+            continue  # one rank a side for now: a Hello with two and one region is malformed
+        world = World(1, code=code, prefiller_identity=identity)
+        world.run_fairly(1.0)
+        assert world.links, f"{field}: nothing was said within a second"
+        assert not any(ready for _, ready, _ in world.links), f"{field} was not refused"
+        why = world.links[0][2]
+        assert field in why and str(value) in why and str(other) in why, why
+
+
+def silence_ends_a_request(code: Code) -> None:
+    """Rule 5: a stopped peer is given up after peer_timeout, long before request_timeout."""
+    world = connected(2, code)
+    client = world.submit(8)
+    world.prefill_nodes[0].stuck = True
+    world.run_fairly(0.5)
+    world.stop(0)
+    took = ends(world, client, within=CONFIG.peer_timeout + 1.0)
+    assert took > CONFIG.peer_timeout / 2, "given up before it was silent for long"
+    world.heal()
+
+
+def queueing_is_not_silence(code: Code) -> None:
+    """Rule 5: a peer that beats may take longer than peer_timeout, but not than request_timeout."""
+    world = connected(3, code)
+    world.prefill_nodes[0].stuck = True
+    slow = world.submit(8)
+    world.run_fairly(CONFIG.request_timeout - 1.0)
+    assert slow.ended is None, f"queueing was taken for silence: {world.failures}"
+    world.prefill_nodes[0].stuck = False
+    ends(world, slow, within=1.0)
+    assert slow.ended == "ready"
+    world.prefill_nodes[0].stuck = True
+    stuck = world.submit(8)
+    ends(world, stuck, within=CONFIG.request_timeout + 1.0)
+    assert stuck.ended == "local"
+    world.heal()
+
+
+def lost_write_is_told(code: Code) -> None:
+    """Rule 6: a write that cannot be posted, or fails, ends the attempt by a message at once."""
+    for seed in range(12):
+        world = connected(seed, code)
+        client = world.submit(12)
+        if seed % 2:
+            world.reject_write(0)
+        else:
+            node = world.prefill_nodes[0].transfer
+            while not node.unposted and client.ended is None:
+                world.run(1)
+            world.fail_write(0, posted=False)
+        ends(world, client, within=1.5)
+        world.heal()
+
+
+def foreign_tail_is_seen(code: Code) -> None:
+    """Rule 7: a tail slot that carries another attempt's id fails that request only."""
+    world = connected(4, code)
+    world.forge_tails = True
+    client = world.submit(8)
+    ends(world, client, within=2.0)
+    assert client.ended == "local", f"a foreign tail was taken: {client.ended}"
+    world.forge_tails = False
+    after = world.submit(8)
+    ends(world, after, within=2.0)
+    assert after.ended == "ready"
+    world.heal()
+
+
+def same_process_replaces_its_connection(code: Code) -> None:
+    """Rule 8: a second connection with the same epoch ends the first, and its attempts."""
+    world = connected(5, code)
+    node = world.prefill_nodes[0]
+    node.stuck = True
+    world.submit(8)
+    world.run_fairly(0.3)
+    assert node.messenger.num_open_attempts == 1
+    conn = world.network.connections[0]
+    end = conn.ends.index(node.transfer)
+    decoder = world.decode_node
+    hello = decoder.messenger._hello
+    node.transfer.events.append(MessageReceived(peer=99, data=encode(hello)))
+    node.messenger.poll(0)
+    assert conn.lost[end], "two connections of one process live side by side"
+    node.messenger.poll(0)
+    assert node.messenger.num_open_attempts == 0
+
+
+def restarted_prefiller_serves_again(code: Code) -> None:
+    """Rule 8: after a restart on the same address the next requests are served, without old state."""
+    world = connected(6, code, on_failure="retry")
+    first = world.submit(10)
+    world.run(40)
+    world.restart(0)
+    ends(world, first, within=CONFIG.peer_timeout + 2.0)
+    for _ in range(5):
+        client = world.submit(10)
+        ends(world, client, within=2.0)
+        assert client.ended == "ready", client.ended
+    assert len(world.failures) <= 1, world.failures
+    world.heal()
+
+
+def answers_of_others_do_not_count(code: Code) -> None:
+    """Rules 1 and 8: only the asked peer, naming the whole attempt id, ends an attempt."""
+    world = connected(7, code, num_prefillers=2)
+    for node in world.prefill_nodes:
+        node.stuck = True
+    client = world.submit(8)
+    world.run_fairly(0.3)
+    messenger, transfer = world.decode_node.messenger, world.decode_node.transfer
+    attempt = messenger._attempts[1]
+    own_id = messenger._attempt_id(attempt)
+    other = next(p.peer for p in messenger._prefillers.ready() if p.peer != attempt.peer)
+    for peer, number in ((other, own_id), (attempt.peer, own_id ^ 1 << 40)):
+        forged = PrefillRejected(attempt=number, permanent=True, why="forged")
+        transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
+        world.run_fairly(0.3)
+        assert client.ended is None, f"an answer from peer {peer} about {number:#x} counted"
+    for node in world.prefill_nodes:
+        node.stuck = False
+    world.heal()
+    assert client.ended == "ready"
+
+
+def policy_is_followed(code: Code) -> None:
+    """Rule 9: local, retry (elsewhere first) and fail."""
+    for policy, expected in (("local", "local"), ("retry", "ready"), ("fail", "fail")):
+        world = connected(8, code, num_prefillers=2, on_failure=policy)
+        for node in world.prefill_nodes:
+            node.stuck = True
+        client = world.submit(8)
+        world.run_fairly(0.3)
+        asked = world.decode_node.messenger._attempts[1].peer
+        index = next(
+            i
+            for i, p in enumerate(world.decode_node.messenger._prefillers.ready())
+            if p.peer == asked
+        )
+        world.prefill_nodes[1 - index].stuck = False
+        world.kill(index)
+        ends(world, client, within=CONFIG.peer_timeout + 2.0)
+        assert client.ended == expected, f"{policy}: {client.ended}"
+        world.heal()
+
+
+def never_is_not_later(code: Code) -> None:
+    """Rule 10: what can never fit is refused at once, also by the prefiller itself; the next runs."""
+    world = connected(9, code, prefill_pages=2)
+    too_long = world.submit(2 * PAGE_SIZE + 2)
+    ends(world, too_long, within=0.5)
+    assert too_long.ended == "fail", too_long.ended
+    assert "2" in world.failures[0] and "pages" in world.failures[0], world.failures
+    fitting = world.submit(2 * PAGE_SIZE + 1)
+    ends(world, fitting, within=2.0)
+    assert fitting.ended == "ready"
+    # A decoder that asks all the same hears it from the prefiller.
+    conn = world.network.connections[0]
+    node = world.prefill_nodes[0]
+    end = conn.ends.index(node.transfer)
+    request = PrefillRequest(
+        attempt=77,
+        token_ids=tuple(range(12)),
+        page_indices=(0, 1, 2, 3),
+        num_held_pages=0,
+        tail_slot=0,
+        imm=9999,
+        expected_count=NUM_LAYERS * 4 + 1,
+        destination_rank=0,
+    )
+    node.transfer.events.append(MessageReceived(peer=conn.peers[end], data=encode(request)))
+    node.messenger.poll(0)
+    answers = [decode(data) for data in conn.messages[1 - end]]
+    rejected = [answer for answer in answers if isinstance(answer, PrefillRejected)]
+    assert rejected and rejected[0].permanent, answers
+    conn.messages[1 - end].clear()
+    world.heal()
+
+
+def counter_may_jump(code: Code) -> None:
+    """A starved poller sees the counter pass whole steps, with two requests' chunks in one."""
+    for seed in range(10):
+        world = connected(seed, code)
+        node = world.prefill_nodes[0]
+        node.stuck = True
+        clients = [world.submit(7), world.submit(8)]
+        world.run_fairly(0.3)
+        node.stuck = False
+        together = False
+        while any(job.done < len(job.tokens) - 1 for job in node.jobs.values()) or not node.jobs:
+            node.start_step()  # the messenger sees nothing of this while it runs
+            together |= len(node.chunks or ()) == 2
+            while node.chunks is not None:
+                node.compute_layer()
+        ends(world, clients[0], within=1.0)
+        ends(world, clients[1], within=1.0)
+        assert {client.ended for client in clients} == {"ready"}
+        assert together or seed != 0, "choose a seed where both chunks share a step"
+        world.heal()
+
+
+def unknown_cancels_are_harmless(code: Code) -> None:
+    """Cancel before the request was sent, twice, after the last write, for an id never seen."""
+    world = connected(10, code)
+    early = world.submit(8)
+    world.decode_node.step()
+    world.cancel(early)
+    world.decode_node.messenger.on_cancel(early.attempt)
+    world.decode_node.messenger.on_cancel(4242)
+    peer = world.decode_node.messenger._prefillers.ready()[0].peer
+    world.decode_node.transfer.send(peer, encode(Cancel(attempt=4242)))
+    late = world.submit(8)
+    ends(world, late, within=2.0)
+    world.decode_node.messenger.on_cancel(late.attempt)
+    world.decode_node.transfer.send(peer, encode(Cancel(attempt=1)))
+    world.heal()
+    assert late.ended == "ready" and not world.failures, world.failures
+
+
+def cancelled_while_stopped(code: Code) -> None:
+    """A prefiller stopped in the middle of a copy while its request is cancelled: then woken,
+    killed, or never seen again. The client is answered at once; pages come back when it is safe."""
+    for fate in ("woken", "killed", "never"):
+        for seed in range(8):
+            world = connected(seed, code)
+            client = world.submit(12)
+            transfer = world.prefill_nodes[0].transfer
+            while not transfer.in_flight:
+                world.run(1, tick=0.0)
+            world.stop(0)
+            world.cancel(client)
+            assert client.ended == "cancelled"
+            world.run_fairly(CONFIG.request_timeout + 2 * CONFIG.peer_timeout)
+            assert not world.decode_node.storage.balanced, "pages came back under a stopped copy"
+            other = world.submit(4)
+            ends(world, other, within=1.0)
+            assert other.ended == "local"
+            if fate == "woken":
+                world.wake(0)
+            elif fate == "killed":
+                world.kill(0)
+            world.heal(wake=fate != "never")
+
+
+def garbage_ends_the_connection_alone(code: Code) -> None:
+    """A message that cannot be read, or is out of place, ends that connection and nothing else."""
+    world = connected(11, code)
+    hello: Hello = world.decode_node.messenger._hello
+    peer = world.decode_node.messenger._prefillers.ready()[0].peer
+    for data in (b"", b"\x01garbage", b"\x09", encode(hello), b"\x01\x81\xa4type\xa3foo"):
+        world.decode_node.transfer.send(peer, data)
+        world.run_fairly(1.0)
+        after = world.submit(5)
+        ends(world, after, within=2.0)
+        assert after.ended == "ready"
+        new_peer = world.decode_node.messenger._prefillers.ready()[0].peer
+        assert new_peer != peer, f"{data!r} was accepted"
+        peer = new_peer
+    world.heal()
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    without_faults,
+    each_difference_is_refused,
+    silence_ends_a_request,
+    queueing_is_not_silence,
+    lost_write_is_told,
+    foreign_tail_is_seen,
+    same_process_replaces_its_connection,
+    restarted_prefiller_serves_again,
+    answers_of_others_do_not_count,
+    policy_is_followed,
+    never_is_not_later,
+    counter_may_jump,
+    unknown_cancels_are_harmless,
+    cancelled_while_stopped,
+    garbage_ends_the_connection_alone,
+    chaos,
+)
