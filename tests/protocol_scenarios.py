@@ -145,6 +145,35 @@ def lost_write_is_told(code: Code) -> None:
         world.heal()
 
 
+def cancel_gives_back_soon(code: Code) -> None:
+    """Rule 3: a cancelled attempt's pages come back as soon as what was posted has arrived."""
+    for seed in range(12):
+        world = connected(seed, code)
+        client = world.submit(12)
+        world.run(seed * 12)
+        world.prefill_nodes[0].stuck = seed % 2 == 0
+        if client.ended is None:
+            world.cancel(client)
+            world.run_fairly(1.0)
+            assert world.decode_node.storage.balanced, "a cancelled attempt keeps its pages"
+        world.heal()
+        assert not world.failures, world.failures
+
+
+def silent_decoder_is_given_up(code: Code) -> None:
+    """Rule 5, the other way: a decoder that says nothing more keeps no source pages."""
+    world = connected(12, code)
+    node = world.prefill_nodes[0]
+    node.stuck = True
+    world.submit(8)
+    world.run_fairly(0.3)
+    assert node.messenger.num_open_attempts == 1
+    for _ in range(20):
+        world.now += CONFIG.peer_timeout / 10
+        node.messenger.poll(0)
+    assert node.messenger.num_open_attempts == 0, "a silent decoder keeps its attempts"
+
+
 def foreign_tail_is_seen(code: Code) -> None:
     """Rule 7: a tail slot that carries another attempt's id fails that request only."""
     world = connected(4, code)
@@ -229,10 +258,18 @@ def policy_is_followed(code: Code) -> None:
             for i, p in enumerate(world.decode_node.messenger._prefillers.ready())
             if p.peer == asked
         )
-        world.prefill_nodes[1 - index].stuck = False
-        world.kill(index)
+        other = world.prefill_nodes[1 - index]
+        if policy == "retry":  # the first one fails but stays connected: a choice is left
+            world.prefill_nodes[index].transfer.reject_after = 0
+            world.prefill_nodes[index].stuck = False
+        else:
+            world.kill(index)
+        other.stuck = False
         ends(world, client, within=CONFIG.peer_timeout + 2.0)
         assert client.ended == expected, f"{policy}: {client.ended}"
+        assert other.messenger._next_job == 1 + (policy == "retry"), (
+            "retried on the one that failed"
+        )
         world.heal()
 
 
@@ -355,7 +392,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     without_faults,
     each_difference_is_refused,
     silence_ends_a_request,
+    silent_decoder_is_given_up,
     queueing_is_not_silence,
+    cancel_gives_back_soon,
     lost_write_is_told,
     foreign_tail_is_seen,
     same_process_replaces_its_connection,

@@ -25,9 +25,7 @@ def span(first_token, token_ids, page_indices, *, samples=False, tail_slot=None)
 
 
 def make_runner(order=PageOrder.HND, dtype="float32"):
-    cache = CacheConfig(
-        num_pages=8, page_size=P, kv_layout=order, dtype=dtype, num_tail_slots=2
-    )
+    cache = CacheConfig(num_pages=8, page_size=P, kv_layout=order, dtype=dtype, num_tail_slots=2)
     return fake_runner(cache, model=FakeModel(order=order))
 
 

@@ -67,7 +67,9 @@ VARIANTS = (
         "in Identity.__struct_fields__:",
         "in Identity.__struct_fields__[:-2]:",
     ),
-    Variant("3: cancel waits for the ack", "decoder", "self._cancel(attempt)", "self._end(attempt)"),
+    Variant(
+        "3: cancel waits for the ack", "decoder", "self._cancel(attempt)", "self._end(attempt)"
+    ),
     Variant(
         "3: a lost peer is fenced before its pages are free",
         "decoder",
@@ -92,9 +94,7 @@ VARIANTS = (
         "self._transfer.lower(attempt.imm, posted)",
         "pass",
     ),
-    Variant(
-        "3: posting stops before the ack", "prefiller", "self._writer.stop(attempt)", "pass"
-    ),
+    Variant("3: posting stops before the ack", "prefiller", "self._writer.stop(attempt)", "pass"),
     Variant(
         "3: posted counts ended tickets too",
         "layer_writer",
@@ -127,7 +127,7 @@ VARIANTS = (
         "if silence >= 100 * self._peer_timeout]",
     ),
     Variant(
-        "5: any word ends a silence",
+        "5: a silent decoder is given up",
         "prefiller",
         "self._liveness.heard(peer)",
         "pass",
@@ -156,8 +156,7 @@ VARIANTS = (
         "layer_writer",
         "self._note(attempt, ticket, end - first)\n        except TransferError as error:\n"
         "            self._fail(attempt, str(error))",
-        "self._note(attempt, ticket, end - first)\n        except TransferError:\n"
-        "            pass",
+        "self._note(attempt, ticket, end - first)\n        except TransferError:\n            pass",
     ),
     Variant(
         "7: the tail's id is checked",
