@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 #: What a tokenizer shows for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"
 
-#: A UTF-8 character has at most four bytes, so at most three wait for the rest. Tokenizers show an
-#: unfinished character as one replacement character or as one for each byte.
+#: A UTF-8 character has at most four bytes, so at most three tokens wait for the rest of one.
+#: Tokenizers show them as one replacement character, or as one for each byte.
 MAX_UNFINISHED = 3
 
 
@@ -82,8 +82,10 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        # Tokens are decoded after the one before them: some tokenizers drop a leading space.
+        # Tokens are decoded after those that ended the text returned so far, which are whole
+        # characters: some tokenizers drop a space in front of the first word they see.
         self._window: list[int] = []
+        self._num_before = 0  # tokens of the window
         self._num_returned = 0  # characters of the window's text
 
     def push(self, token_id: int) -> str:
@@ -91,6 +93,8 @@ class TextStream:
         self._window.append(token_id)
         text = self._text()
         num_unfinished = len(text) - len(text.rstrip(REPLACEMENT))
+        if num_unfinished and len(self._window) - self._num_before <= MAX_UNFINISHED:
+            return ""
         return self._take(text, len(text) - min(num_unfinished, MAX_UNFINISHED))
 
     def finish(self) -> str:
@@ -102,7 +106,8 @@ class TextStream:
         taken = text[self._num_returned : end]
         self._num_returned = max(self._num_returned, end)
         if end == len(text):
-            del self._window[:-1]
+            del self._window[: self._num_before]
+            self._num_before = len(self._window)
             self._num_returned = len(self._text())
         return taken
 

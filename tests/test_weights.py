@@ -1,0 +1,305 @@
+"""Reading checkpoints: what is understood, what is refused and in which words, the fingerprint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from disagg.config import Llama3RopeScaling
+from disagg.model.weights import Checkpoint, fingerprint, load_model, read_config
+from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture
+def copy(plain: Path, tmp_path: Path) -> Path:
+    """A checkpoint that the test may spoil."""
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value != "DROP"}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    (folder / "model.safetensors").unlink()  # the old file may still be mapped
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_config(tmp_path: Path) -> None:
+    overrides = {"tie_word_embeddings": True, "attention_bias": True, "rms_norm_eps": 3e-5}
+    folder = make_tiny_llama(tmp_path, rope_parameters=LLAMA3_ROPE, eos_token_id=9, **overrides)
+    config = read_config(folder)
+    assert (config.architecture, config.vocab_size, config.hidden_size) == (
+        "LlamaForCausalLM",
+        128,
+        64,
+    )
+    assert (config.num_layers, config.num_qo_heads, config.num_kv_heads) == (3, 4, 2)
+    assert (config.head_dim, config.intermediate_size, config.max_positions) == (16, 96, 512)
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (
+        True,
+        True,
+        False,
+    )
+    assert (config.rms_norm_eps, config.rope_theta, config.eos_token_ids) == (3e-5, 10000.0, (9,))
+    assert config.rope_scaling == Llama3RopeScaling(
+        factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
+
+
+def test_config_of_the_older_form_and_left_out_fields(copy: Path) -> None:
+    """Hub files have `rope_theta` and `rope_scaling`, and leave defaults out."""
+    scaling = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+    drop = dict.fromkeys(("rope_parameters", "head_dim", "num_key_value_heads", "mlp_bias"), "DROP")
+    change_config(copy, rope_theta=500000.0, rope_scaling=scaling, **drop)
+    config = read_config(copy)
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling is not None and config.rope_scaling.factor == 4.0
+    assert (config.head_dim, config.num_kv_heads, config.mlp_bias) == (16, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation_config", "expected"),
+    [(None, None, ()), (5, None, (5,)), ([5, 6], None, (5, 6)), (5, [6, 7], (6, 7))],
+)
+def test_end_tokens(
+    copy: Path, in_config: object, in_generation_config: object, expected: tuple[int, ...]
+) -> None:
+    change_config(copy, eos_token_id=in_config)
+    (copy / "generation_config.json").unlink()
+    if in_generation_config:
+        text = json.dumps({"eos_token_id": in_generation_config})
+        (copy / "generation_config.json").write_text(text)
+    assert read_config(copy).eos_token_ids == expected
+
+
+def test_shards_hold_the_same_model_as_one_file(plain: Path, tmp_path: Path) -> None:
+    sharded = make_tiny_llama(tmp_path, max_shard_size="50KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert not (sharded / "model.safetensors").exists()
+    one, many = Checkpoint(plain, torch.float32), Checkpoint(sharded, torch.float32)
+    assert one.names == many.names
+    assert all(torch.equal(one.stored(name), many.stored(name)) for name in one.names)
+    load_model(sharded, "float32")
+    assert fingerprint(sharded) == fingerprint(plain)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_are_converted_to_the_dtype_asked_for(
+    tmp_path: Path, stored: torch.dtype, dtype: str
+) -> None:
+    folder = make_tiny_llama(tmp_path, dtype=stored)
+    read = Checkpoint(folder, getattr(torch, dtype)).read(Q_PROJ, (64, 64))
+    assert read.dtype == getattr(torch, dtype)
+    assert torch.equal(read, load_file(folder / "model.safetensors")[Q_PROJ].to(read.dtype))
+    load_model(folder, dtype)
+
+
+def test_tensors_that_need_no_conversion_stay_in_the_mapped_file(plain: Path) -> None:
+    checkpoint = Checkpoint(plain, torch.float32)
+    address = checkpoint.read(Q_PROJ, (64, 64)).data_ptr()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    of_file = [line.split()[0] for line in maps if line.endswith(f"{plain}/model.safetensors")]
+    ranges = [[int(end, 16) for end in line.split("-")] for line in of_file]
+    assert any(low <= address < high for low, high in ranges)
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which a folder is refused."""
+    with pytest.raises(ValueError) as caught:
+        load_model(folder, "float32")
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none") == f"model folder {tmp_path / 'none'} does not exist"
+
+
+def test_folder_without_config(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    assert refusal(copy) == f"model folder {copy} has no config.json"
+
+
+def test_config_that_is_not_json(copy: Path) -> None:
+    (copy / "config.json").write_text('{"architectures": [')
+    assert "config.json is not valid JSON" in refusal(copy)
+
+
+def test_folder_without_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    assert "has no weights; expected model.safetensors" in refusal(copy)
+
+
+def test_half_copied_weights(copy: Path) -> None:
+    data = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors").write_bytes(data[: len(data) // 2])
+    assert "model.safetensors is damaged or half copied" in refusal(copy)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    folder = make_tiny_llama(tmp_path, max_shard_size="50KB")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert f"lacks {shard.name}, which its index names" in refusal(folder)
+
+
+CONFIGS_REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "unknown architecture": (
+        {"architectures": ["FalconForCausalLM"]},
+        "not supported: FalconForCausalLM; supported: LlamaForCausalLM",
+    ),
+    "no architecture": ({"architectures": "DROP"}, "not supported: none; supported: Llama"),
+    "another model type": ({"model_type": "granite"}, "model_type 'granite' is not supported"),
+    "unknown model type": ({"model_type": "nonesuch"}, "is not a valid config"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "config.json sets quantization_config, which is not supported",
+    ),
+    "sliding window": ({"sliding_window": 128}, "config.json sets sliding_window"),
+    "rope scaling": (
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        "rope scaling 'linear' is not supported; expected default or llama3",
+    ),
+    "rope scaling, older form": (
+        {"rope_parameters": "DROP", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope scaling 'dynamic' is not supported",
+    ),
+    "partial rope": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        "partial_rotary_factor is not supported",
+    ),
+    "heads": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads (4) must be a multiple of num_key_value_heads (3)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "text"), CONFIGS_REFUSED.values(), ids=CONFIGS_REFUSED.keys())
+def test_what_cannot_be_computed_is_refused_by_name(
+    copy: Path, fields: dict[str, object], text: str
+) -> None:
+    change_config(copy, **fields)
+    assert text in refusal(copy)
+
+
+def test_missing_tensor(copy: Path) -> None:
+    change_tensors(copy, lambda tensors: tensors.pop(Q_PROJ))
+    assert f"lacks the tensor {Q_PROJ}" in refusal(copy)
+
+
+def test_missing_head(copy: Path) -> None:
+    change_tensors(copy, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lacks the tensor lm_head.weight" in refusal(copy)
+
+
+def test_wrong_shape(copy: Path) -> None:
+    change_tensors(copy, lambda tensors: tensors.update({Q_PROJ: torch.zeros(32, 64)}))
+    assert f"{Q_PROJ} in {copy} has the wrong shape; expected [64, 64], got [32, 64]" in refusal(
+        copy
+    )
+
+
+def test_weights_that_are_not_floats(copy: Path) -> None:
+    integers = torch.zeros(64, 64, dtype=torch.int8)
+    change_tensors(copy, lambda tensors: tensors.update({Q_PROJ: integers}))
+    assert "is stored as torch.int8; expected one of torch.float32" in refusal(copy)
+
+
+def test_tensor_that_the_model_would_leave_out(copy: Path) -> None:
+    name = "model.layers.0.self_attn.q_norm.weight"
+    change_tensors(copy, lambda tensors: tensors.update({name: torch.ones(16)}))
+    assert f"has the tensor {name}, which this architecture does not use" in refusal(copy)
+
+
+def test_tensors_that_older_checkpoints_carry_along_are_ignored(copy: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(copy, lambda tensors: tensors.update({name: torch.ones(8)}))
+    change_config(copy, tie_word_embeddings=True)  # and lm_head.weight is still there
+    load_model(copy, "float32")
+
+
+def test_unknown_dtype(plain: Path) -> None:
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'int8'"):
+        load_model(plain, "int8")
+
+
+def test_fingerprint_is_stable(plain: Path, copy: Path) -> None:
+    assert fingerprint(copy) == fingerprint(plain)
+    assert len(fingerprint(plain)) == 32
+    int(fingerprint(plain), 16)
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "one element": lambda tensors: tensors[Q_PROJ][3].__setitem__(7, 0.125),
+    "last element": lambda tensors: tensors["lm_head.weight"][-1].__setitem__(-1, 0.125),
+    "dtype": lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].bfloat16()}),
+    "shape": lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].reshape(32, 128)}),
+    "name": lambda tensors: tensors.update({"renamed": tensors.pop(Q_PROJ)}),
+    "exchange": lambda tensors: tensors.update(
+        {Q_PROJ: tensors[Q_PROJ.replace("1", "2")], Q_PROJ.replace("1", "2"): tensors[Q_PROJ]}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_fingerprint_sees_the_weights(
+    plain: Path, copy: Path, change: Callable[[dict[str, Tensor]], object]
+) -> None:
+    change_tensors(copy, change)
+    assert fingerprint(copy) != fingerprint(plain)
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"rms_norm_eps": 1e-3}, True),
+        ({"eos_token_id": 3}, False),
+        ({"max_position_embeddings": 99}, False),
+    ],
+)
+def test_fingerprint_sees_the_config_fields_that_shape_the_kv(
+    plain: Path, copy: Path, fields: dict[str, object], seen: bool
+) -> None:
+    change_config(copy, **fields)
+    (copy / "generation_config.json").unlink()
+    assert (fingerprint(copy) != fingerprint(plain)) == seen
+
+
+def test_fingerprint_samples_large_tensors_everywhere(tmp_path: Path) -> None:
+    """Each sixteenth of a 1 MiB tensor counts."""
+    folder = make_tiny_llama(tmp_path, vocab_size=4096, num_hidden_layers=1)
+    prints = {fingerprint(folder)}
+    for part in range(16):
+        change_tensors(folder, lambda t, part=part: t["lm_head.weight"].chunk(16)[part].neg_())
+        prints.add(fingerprint(folder))
+    assert len(prints) == 17
