@@ -115,7 +115,7 @@ class ShmLink:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._listener.setblocking(False)
             self._listener.bind(f"\0{name}")
-            self._listener.listen(1)
+            self._listener.listen(8)
         self.info = msgspec.msgpack.encode(_Info(self._token, name))
 
     def start(self, epoch: int, info: bytes) -> None:
