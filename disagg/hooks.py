@@ -72,7 +72,10 @@ class EngineHooks(Protocol):
         """Pages and a tail slot are pinned for a prompt; have it prefilled elsewhere."""
 
     def on_cancel(self, attempt: int) -> None:
-        """Nobody wants this attempt's KV any more; say `KVReleased` when nothing can land in it."""
+        """Nobody wants this attempt's KV any more: answer `KVReleased` when nothing can land in it.
+
+        What the messenger had posted for it before (`KVReady`, `KVFailed`) crosses this call.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

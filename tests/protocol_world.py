@@ -382,10 +382,7 @@ class DecodeNode:
                     "cancelled"
                 ), f"KVReady for attempt {event.attempt}, which failed"
                 if event.attempt in self.abandoned:
-                    # Cancelled while this was on its way: everything has landed.
-                    del self.abandoned[event.attempt]
-                    self.storage.free(event.attempt)
-                    return
+                    return  # it crossed the cancel; KVReleased follows
                 client, fetch = self.fetching.pop(event.attempt)
                 self.check_kv(fetch)
                 self.decoding.append(event.attempt)
@@ -402,9 +399,10 @@ class DecodeNode:
                 else:
                     client.ended = event.then.value
             case KVReleased():
-                assert event.attempt in self.abandoned, f"{event} of an attempt not given up"
-                del self.abandoned[event.attempt]
-                self.storage.free(event.attempt)
+                assert event.attempt not in self.fetching, f"{event} of an attempt not given up"
+                # Unknown: a failed attempt's cancel crossed its end and was answered once more.
+                if self.abandoned.pop(event.attempt, None) is not None:
+                    self.storage.free(event.attempt)
 
     def cancel(self, client: Client) -> None:
         if client.ended is not None:

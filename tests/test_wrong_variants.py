@@ -71,6 +71,12 @@ VARIANTS = (
         "3: cancel waits for the ack", "decoder", "self._cancel(attempt)", "self._end(attempt)"
     ),
     Variant(
+        "3: a cancel that crosses KVReady is answered too",
+        "decoder",
+        "self._post(KVReleased(attempt=wish))",
+        "pass",
+    ),
+    Variant(
         "3: a lost peer is fenced before its pages are free",
         "decoder",
         "attempt.move(AttemptState.FENCING)",

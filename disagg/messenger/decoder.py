@@ -196,8 +196,9 @@ class DecoderMessenger:
             self._attempts[wish.attempt] = Attempt(fetch=wish, deadline=deadline)
             return
         attempt = self._attempts.get(wish)
-        if attempt is None:
-            return  # it ended by itself while the cancel was on its way
+        if attempt is None:  # it ended by itself while the cancel was on its way
+            self._post(KVReleased(attempt=wish))
+            return
         attempt.wanted = False
         if attempt.state is AttemptState.WAITING:
             self._end(attempt)
