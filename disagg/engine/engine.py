@@ -73,7 +73,7 @@ class _Cancel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stop:
-    pass
+    why: str
 
 
 class Engine:
@@ -155,10 +155,10 @@ class Engine:
             open_attempts=len(self._attempts),
         )
 
-    def stop(self) -> None:
-        """After the step that is running: take no more requests, answer the open ones with an
-        error, end `run_forever`. May be called twice."""
-        self._inbox.put(_Stop())
+    def stop(self, why: str = "the engine was stopped") -> None:
+        """After the step that is running: take no more requests, answer the open ones with the
+        error `why`, end `run_forever`. May be called twice."""
+        self._inbox.put(_Stop(why=why))
 
     # In the engine thread
 
@@ -208,8 +208,8 @@ class Engine:
                 self._scheduler.add(item)
             case _Cancel(number=number):
                 self._cancel(number)
-            case _Stop():
-                self._end("the engine was stopped")
+            case _Stop(why=why):
+                self._end(why)
             case KVReady(attempt=attempt):
                 self._attempts.on_ready(attempt)
             case KVFailed(attempt=attempt, why=why, then=then):

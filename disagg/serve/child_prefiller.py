@@ -1,0 +1,83 @@
+"""A prefiller as a child process that cannot outlive its parent.
+
+parent --spawn--> run_prefill.py --listen 127.0.0.1:0
+       <--stdout-- "listening on 127.0.0.1:PORT"
+       dies (in any way) --kernel--> SIGKILL, which also ends a stopped child
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from disagg.serve.options import UsageError, address
+
+SCRIPT = Path(__file__).parents[2] / "run_prefill.py"
+
+#: From linux/prctl.h: the signal this process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
+
+LISTENING = "listening on "
+
+
+class ChildPrefiller:
+    """Starts `run_prefill.py` at once; `address()` waits until it listens. Use it from the main
+    thread: the kernel ends the child when the thread that started it ends."""
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before we asked
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        # A session of its own: an interrupt from the terminal is the parent's to handle.
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--listen=127.0.0.1:0", *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def address(self) -> tuple[str, int]:
+        """Where it listens. UsageError if it ended instead (it said why on stderr)."""
+        assert self._process.stdout is not None, "started with a pipe"
+        for line in self._process.stdout:
+            if line.startswith(LISTENING):
+                return address(line.removeprefix(LISTENING).strip())
+        code = self._process.wait()
+        raise UsageError(f"the prefiller that was started here ended with exit code {code}")
+
+    def close(self) -> None:
+        """Kill it, stopped or not, and wait until it is gone. May be called twice."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,322 @@
+"""The one place where everything is wired: a node is an engine, a messenger and a transfer engine.
+
+    main thread       submit, cancel -> engine inbox        handle <- tokens
+    engine thread     step: drain, schedule, forward        layer counter += 1
+       | EngineHooks          ^ EngineEvents
+       v                      |
+    messenger thread  poll: layer counter, messages, writes, clocks
+       |
+    transfer engine   registered: KV pages, tail slots, scratch     <====> peer node
+
+Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates, an
+UNDIVIDED node has no messenger and does both by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
+from disagg.engine.engine import Engine, EngineStats
+from disagg.engine.kv_cache import KVCache, LayerCounter
+from disagg.engine.runner import Runner
+from disagg.engine.scheduler import Scheduler
+from disagg.hooks import EngineEvent
+from disagg.messenger.decoder import DecoderMessenger
+from disagg.messenger.messages import Hello, Identity, Role
+from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.prefiller import PrefillerMessenger
+from disagg.messenger.prefillers import Address, Prefillers
+from disagg.model.attention import TorchPagedAttention
+from disagg.model.weights import fingerprint, load_model, read_config
+from disagg.request import FinishReason, Request
+from disagg.serve.handle import RequestHandle
+from disagg.shared_memory import SharedMemory
+from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
+from disagg.transfer.shm import ShmTransferEngine
+
+logger = logging.getLogger(__name__)
+
+#: Zeros that a probe may have written to it.
+SCRATCH_BYTES = 1 << 22
+
+
+class NodeError(Exception):
+    """A node cannot start or has died; the text is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided."""
+
+    model: Path
+    cache: CacheConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    messenger: MessengerConfig = MessengerConfig()
+    listen: Address | None = None
+    prefillers: tuple[Address, ...] = ()
+
+
+class Node:
+    """Starts in its constructor, serves until `close()`.
+
+    ValueError if the model or the configuration is wrong, TransferError if the port is taken,
+    NodeError if a prefiller cannot be reached or refuses.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.model_config = read_config(config.model)
+        self._handles: dict[int, RequestHandle] = {}
+        self._handles_lock = threading.Lock()
+        self._failure: str | None = None
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._links = _Links(config.prefillers)
+        self._kv_cache = KVCache(config.cache, self.model_config)
+        self._counter = LayerCounter()
+        self._scratch = SharedMemory(SCRATCH_BYTES, name="disagg-scratch")
+        self._transfer: TransferEngine | None = None
+        self._messenger: PrefillerMessenger | DecoderMessenger | None = None
+        self._engine: Engine | None = None
+        self.address: Address | None = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        """Reach the peers before loading weights: what refuses should refuse at once."""
+        config = self.config
+        if config.listen is not None or config.prefillers:
+            self._transfer = ShmTransferEngine()
+            self._messenger = self._build_messenger(self._transfer)
+        if config.listen is not None and self._transfer is not None:
+            self.address = self._transfer.listen(*config.listen)
+        if config.prefillers:
+            self._start_thread("messenger", self._run_messenger)
+            self._links.wait()
+        self._engine = self._build_engine()
+        self._start_thread("engine", self._engine.run_forever)
+        if config.listen is not None:
+            # Only now: what a decoder asks for goes to the engine.
+            self._start_thread("messenger", self._run_messenger)
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Start a request; from any thread. ValueError if it can never be served here.
+
+        RuntimeError if the node has ended or is a prefiller.
+        """
+        if self._engine is None or self.config.listen is not None:
+            raise RuntimeError("a prefiller takes requests from decoders only")
+        engine = self._engine
+        with self._handles_lock:
+            number = engine.submit(request)
+            handle = RequestHandle(cancel=lambda: engine.cancel(number))
+            self._handles[number] = handle
+        return handle
+
+    def wait(self) -> None:
+        """Block until `close()` is called or the node dies; NodeError if it died."""
+        self._stopping.wait()
+        if self._failure is not None:
+            raise NodeError(self._failure)
+
+    def stats(self) -> EngineStats:
+        """What is free and what is open (of a node that started)."""
+        assert self._engine is not None, "stats of a node that did not start"
+        return self._engine.stats()
+
+    def close(self) -> None:
+        """Finish the step that runs, say goodbye, free everything. May be called twice."""
+        self._stopping.set()
+        if self._engine is not None:
+            self._engine.stop()
+        if self._transfer is not None:
+            self._transfer.wake()
+        for thread in self._threads:
+            thread.join()
+        if self._transfer is not None:
+            self._transfer.close()
+        for resource in (self._kv_cache, self._counter, self._scratch):
+            resource.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- Wiring ---
+
+    def _build_engine(self) -> Engine:
+        config, cache = self.config, self.config.cache
+        attention = TorchPagedAttention(
+            self._kv_cache.layout,
+            num_qo_heads=self.model_config.num_qo_heads,
+            dtype=getattr(torch, cache.dtype),
+        )
+        model = load_model(config.model, cache.dtype)
+        return Engine(
+            Runner(model, attention, self._kv_cache, self._counter),
+            Scheduler(config.scheduler, cache, self.model_config),
+            on_output=self._on_output,
+            hooks=self._messenger,
+            remote=bool(config.prefillers),
+        )
+
+    def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
+        config, clock = self.config.messenger, time.monotonic
+        memory = self._register_memory(transfer)
+        role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
+        hello = memory.hello(
+            epoch=secrets.randbits(64),
+            role=role,
+            identity=_identity(self.config, self.model_config),
+            max_prompt_tokens=self.model_config.max_positions - 1,
+        )
+        if role is Role.PREFILLER:
+            return PrefillerMessenger(
+                transfer=transfer,
+                memory=memory,
+                hello=hello,
+                vocab_size=self.model_config.vocab_size,
+                config=config,
+                clock=clock,
+                read_counter=self._counter.read,
+                post=self._post,
+            )
+        return DecoderMessenger(
+            transfer=transfer,
+            memory=memory,
+            hello=hello,
+            prefillers=self._build_prefillers(transfer, hello, memory),
+            config=config,
+            clock=clock,
+            post=self._post,
+        )
+
+    def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
+        cache = self._kv_cache
+        return NodeMemory(
+            layout=cache.layout,
+            kv_region=_register(transfer, cache.memory),
+            tail=cache.tail_layout,
+            tail_region=_register(transfer, cache.tail_memory),
+            tail_bytes=cache.tail_memory.bytes,
+            scratch_region=_register(transfer, self._scratch),
+        )
+
+    def _build_prefillers(
+        self, transfer: TransferEngine, hello: Hello, memory: NodeMemory
+    ) -> Prefillers:
+        return Prefillers(
+            self.config.prefillers,
+            transfer=transfer,
+            hello=hello,
+            layout=memory.layout,
+            reconnect_interval=self.config.messenger.reconnect_interval,
+            clock=time.monotonic,
+            on_link=self._links.report,
+        )
+
+    # --- Threads ---
+
+    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(name, body), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run(self, name: str, body: Callable[[], None]) -> None:
+        """A thread that fails takes the node down: everything after would be wrong."""
+        try:
+            body()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the node ends with its text)
+            logger.debug("the %s thread failed", name, exc_info=True)
+            self._failure = self._failure or f"the {name} failed: {error!r}"
+            self._stopping.set()
+            if self._engine is not None:
+                self._engine.stop(self._failure)
+
+    def _run_messenger(self) -> None:
+        assert self._messenger is not None and self._transfer is not None, "nothing to run"
+        while not self._stopping.is_set():
+            self._messenger.poll(1.0)
+        self._messenger.close(self._failure or "the node stops")
+        self._transfer.poll(0)
+
+    def _post(self, event: EngineEvent) -> None:
+        assert self._engine is not None, f"{event} before there is an engine"
+        self._engine.post(event)
+
+    def _on_output(
+        self, number: int, new_tokens: list[int], finish: FinishReason | None, error: str | None
+    ) -> None:
+        with self._handles_lock:
+            handle = self._handles[number] if finish is None else self._handles.pop(number)
+        handle.put(new_tokens, finish, error)
+
+
+class _Links:
+    """What the messenger says of its links to prefillers, and waiting for all to come up."""
+
+    def __init__(self, addresses: tuple[Address, ...]) -> None:
+        self._reports: dict[Address, str] = {}
+        self._num_expected = len(set(addresses))
+        self._changed = threading.Condition()
+
+    def report(self, address: Address, ready: bool, why: str) -> None:
+        """From the messenger thread: a link came up, or ended and why."""
+        level = logging.INFO if ready else logging.WARNING
+        logger.log(level, "prefiller %s:%d: %s", *address, why)
+        with self._changed:
+            self._reports[address] = "" if ready else why
+            self._changed.notify()
+
+    def wait(self) -> None:
+        """Until every link is up; NodeError for the first that is not. The messenger's clocks
+        bound the wait."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._reports) == self._num_expected or any(self._reports.values())
+            )
+            for (host, port), problem in self._reports.items():
+                if problem:
+                    raise NodeError(f"prefiller {host}:{port}: {problem}")
+
+
+def _register(transfer: TransferEngine, memory: SharedMemory) -> MemoryRegion:
+    return transfer.register(
+        Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd, fd_offset=0)
+    )
+
+
+def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
+    return Identity(
+        model_fingerprint=fingerprint(config.model),
+        dtype=config.cache.dtype,
+        kv_layout=config.cache.kv_layout,
+        page_size=config.cache.page_size,
+        num_layers=model.num_layers,
+        num_draft_layers=0,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        hidden_size=model.hidden_size,
+        tp=1,
+    )

@@ -1,0 +1,165 @@
+"""Command-line flags of both launch scripts, and how a script ends: one line, one exit code.
+
+No torch here, so that `--help` and a wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+
+from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
+from disagg.kv_layout import PageOrder
+
+DEFAULT_LISTEN = ("127.0.0.1", 7400)
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """The user asked for what cannot be; the text is one line for them."""
+
+
+def address(text: str) -> tuple[str, int]:
+    """HOST:PORT, as an argparse type."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def addresses(text: str) -> tuple[tuple[str, int], ...]:
+    """HOST:PORT[,HOST:PORT...], as an argparse type."""
+    return tuple(address(part) for part in text.split(","))
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, as an argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that both nodes have; those in the first group must agree."""
+    same = parser.add_argument_group("must be the same on both nodes")
+    same.add_argument(
+        "--model", help="local folder or hub name (default: SmolLM2-135M-Instruct, fetched once)"
+    )
+    same.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16")
+    same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
+    same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
+    own = parser.add_argument_group("may differ")
+    own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
+    own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
+    own.add_argument(
+        "--peer-timeout", type=float, default=5.0, metavar="S", help="silence that means death"
+    )
+    own.add_argument("--verbose", action="store_true", help="log what the node does")
+
+
+def prefill_parser() -> argparse.ArgumentParser:
+    """Flags of `run_prefill.py`."""
+    parser = argparse.ArgumentParser(
+        prog="run_prefill.py", description="Compute prompts' KV caches for decoders."
+    )
+    add_node_flags(parser)
+    parser.add_argument(
+        "--listen",
+        type=address,
+        default=DEFAULT_LISTEN,
+        metavar="HOST:PORT",
+        help="where decoders connect (default 127.0.0.1:7400; port 0 picks one and prints it)",
+    )
+    return parser
+
+
+def decode_parser() -> argparse.ArgumentParser:
+    """Flags of `run_decode.py`."""
+    parser = argparse.ArgumentParser(
+        prog="run_decode.py", description="Answer prompts whose KV a prefiller computes."
+    )
+    add_node_flags(parser)
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--prefill",
+        type=addresses,
+        default=(),
+        metavar="HOST:PORT[,...]",
+        help="prefillers to use (default: start one as a child process)",
+    )
+    where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
+    parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
+    parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
+    parser.add_argument(
+        "--request-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="how long one prefill may take, queue included",
+    )
+    return parser
+
+
+def node_settings(
+    arguments: argparse.Namespace,
+) -> tuple[CacheConfig, SchedulerConfig, MessengerConfig]:
+    """The configurations that the flags describe; UsageError if they contradict each other."""
+    given = {
+        field.name: getattr(arguments, field.name)
+        for field in fields(MessengerConfig)
+        if hasattr(arguments, field.name)
+    }
+    given["heartbeat_interval"] = min(0.5, arguments.peer_timeout / 4)
+    try:
+        cache = CacheConfig(
+            num_pages=arguments.num_pages,
+            page_size=arguments.page_size,
+            kv_layout=PageOrder(arguments.kv_layout),
+            dtype=arguments.dtype,
+        )
+        scheduler = SchedulerConfig(max_batch_tokens=arguments.max_batch_tokens)
+        return cache, scheduler, MessengerConfig(**given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
+    """The node flags again (but the model), for a prefiller that a decoder starts as its child."""
+    flags = [
+        f"--{name.replace('_', '-')}={getattr(arguments, name)}"
+        for name in ("dtype", "page_size", "kv_layout", "num_pages", "max_batch_tokens")
+    ]
+    return flags + (["--verbose"] if arguments.verbose else [])
+
+
+def run_script(main: Callable[[], int]) -> None:
+    """Run a script's main and exit with its code; an interrupt at any moment leaves no traceback.
+
+    Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
+    imports of large libraries do not survive a KeyboardInterrupt in good order.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        code = main()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def interruptible(*, verbose: bool) -> None:
+    """From here on an interrupt is a KeyboardInterrupt, and warnings are shown on stderr."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

@@ -1,0 +1,20 @@
+"""Answer prompts: their KV comes from a prefiller, the tokens are generated here.
+
+python run_decode.py "Why is the sky blue?"
+python run_decode.py "Why is the sky blue?" --prefill 127.0.0.1:7400
+"""
+
+from disagg.serve.options import decode_parser, interruptible, run_script
+
+
+def main() -> int:
+    """Parse the flags, then load what takes seconds to load."""
+    arguments = decode_parser().parse_args()
+    from disagg.serve.commands import answer_prompts
+
+    interruptible(verbose=arguments.verbose)
+    return answer_prompts(arguments)
+
+
+if __name__ == "__main__":
+    run_script(main)
