@@ -287,6 +287,26 @@ def test_a_fetched_sequence_computes_only_its_last_prompt_token():
     assert [run_step(scheduler) for _ in range(4)] == [[(1, 6, 1)], [(1, 7, 1)], [(1, 8, 1)], []]
 
 
+def test_the_last_prompt_token_of_a_fetched_sequence_is_a_decode():
+    scheduler = make(max_batch_tokens=3)
+    add_job(scheduler, 1, 9)
+    fetched = add(scheduler, 2, 7, remote=True)
+    scheduler.admit()
+    scheduler.ready(fetched)
+    assert run_step(scheduler) == [(2, 6, 1), (1, 0, 2)]
+
+
+def test_one_that_lost_its_pages_starts_from_zero():
+    scheduler = make()
+    sequence = add(scheduler, 1, 7, remote=True)
+    scheduler.admit()
+    sequence.attempt, sequence.num_computed = 3, 6
+    sequence.disown()
+    assert (sequence.page_indices, sequence.tail_slot, sequence.attempt) == ((), None, None)
+    assert sequence.num_computed == 0
+    assert sequence.num_pending == 7
+
+
 def test_one_that_comes_back_gets_its_old_place():
     scheduler = make(num_pages=10)
     first, second, third = (add(scheduler, number, 9, remote=True) for number in (1, 2, 3))
