@@ -1,1 +1,1 @@
-"""disagg: disaggregated prefill and decode for LLM inference, small enough to read in an afternoon."""
+"""disagg: prefill and decode of LLM inference on different nodes, to be read in an afternoon."""

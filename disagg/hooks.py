@@ -1,7 +1,7 @@
 """What an engine and a messenger say to each other: the seam between computing and moving KV.
 
-Neither imports the other. The engine calls an `EngineHooks`; the messenger posts `EngineEvent`s into
-a queue that the engine drains between two steps. `serve/node.py` puts the two together.
+Neither imports the other. The engine calls an `EngineHooks`; the messenger posts `EngineEvent`s
+into a queue that the engine drains between two steps. `serve/node.py` puts the two together.
 
     decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
                engine <--KVReady | KVFailed, KVReleased-- messenger
@@ -103,7 +103,7 @@ class KVReleased:
 
 @dataclass(frozen=True, kw_only=True)
 class StartPrefill:
-    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is the messenger's number for it."""
+    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is the messenger's number."""
 
     job: int
     token_ids: tuple[int, ...]

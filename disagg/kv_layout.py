@@ -47,7 +47,7 @@ class KVLayout:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
-        """Shape of one page: `[heads, 2, page_size, head_dim]` or `[2, page_size, heads, head_dim]`."""
+        """One page: `[heads, 2, page_size, head_dim]` or `[2, page_size, heads, head_dim]`."""
         if self.order is PageOrder.HND:
             return (self.num_kv_heads, 2, self.page_size, self.head_dim)
         return (2, self.page_size, self.num_kv_heads, self.head_dim)
@@ -76,7 +76,7 @@ class KVLayout:
 class TailLayout:
     """Tail slots: what goes with a prompt beside its KV, one fixed-size slot a request.
 
-        slot | attempt id (8 bytes, little endian) | hidden state [hidden_size] at position N-2 | pad
+    slot | attempt id (8 bytes, little endian) | hidden state [hidden_size] at position N-2 | pad
     """
 
     num_slots: int

@@ -1,4 +1,4 @@
-"""The decoder's half of the hand-over: ask for a prompt's KV, count its writes, say when it is whole.
+"""The decoder's half of the hand-over: ask for a prompt's KV, count its writes, say it is whole.
 
     engine                       DecoderMessenger                     prefiller
       | on_fetch(pages, slot) ---->| expect(imm, count)                  |

@@ -9,8 +9,9 @@
                 '--stopped, lost--> STOPPED --writes done--> GONE
                                        ^ also from POSTED
 
-A page is written once per layer: with the chunk that fills its last token, or with the last chunk, so
-the number of writes does not depend on how a prompt is cut into chunks. Messages are `prefiller.py`'s.
+A page is written once per layer: with the chunk that fills its last token, or with the last chunk,
+so the number of writes does not depend on how a prompt is cut into chunks. Messages are
+`prefiller.py`'s.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
-
 
 #: How a ticket ends.
 WritesEnded = WritesDone | TransferFailed

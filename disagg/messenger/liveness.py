@@ -11,7 +11,7 @@ from disagg.transfer.interface import Peer
 
 
 class Liveness:
-    """How long each peer of one node has been silent, by an injected monotonic `clock` in seconds."""
+    """How long each peer of one node has been silent, by an injected `clock` in seconds."""
 
     def __init__(
         self, *, heartbeat_interval: float, peer_timeout: float, clock: Callable[[], float]

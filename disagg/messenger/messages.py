@@ -1,4 +1,4 @@
-"""The words of the hand-over protocol: typed structs in msgpack behind a version byte, never pickle.
+"""The words of the hand-over protocol: typed structs in msgpack behind a version byte; no pickle.
 
     decoder                                        prefiller
       Hello ------------------------------------------->  compare
@@ -34,7 +34,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(Exception):
-    """The peer said something that this side cannot read or that breaks a rule; the text says what."""
+    """The peer said what this side cannot read or what breaks a rule; the text says which."""
 
 
 class Role(enum.StrEnum):
@@ -68,8 +68,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message in each direction: who I am and where I may be written to.
 
     `epoch` is random per process. `kv_regions` holds one transfer descriptor per rank and
-    `tail_region` one for the tail slots; a probe has `identity` None and its scratch as tail region.
-    `max_prompt_tokens` is the longest prompt the sender's model may see.
+    `tail_region` one for the tail slots; a probe has `identity` None and its scratch as tail
+    region. `max_prompt_tokens` is the longest prompt the sender's model may see.
     """
 
     epoch: Natural
@@ -186,7 +186,8 @@ def decode(data: bytes) -> Message:
     if not data or data[0] != PROTOCOL_VERSION:
         theirs = data[0] if data else "none"
         raise ProtocolError(
-            f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}; run one release on both nodes"
+            f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}; run one release on both"
+            " nodes"
         )
     try:
         return msgspec.msgpack.decode(data[1:], type=Message)

@@ -36,7 +36,7 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if it has one."""
+    """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if any."""
 
     address: int
     nbytes: int
@@ -90,7 +90,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLost:
-    """The connection is over, said once for each peer that `connect` returned or that sent a message.
+    """The connection is over; said once for each peer that `connect` returned or that spoke.
 
     No write of ours to it reads its source any more; its open tickets end without an event of their
     own. What it posted may still land HERE until `PeerFenced`.
@@ -102,7 +102,7 @@ class PeerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerFenced:
-    """Nothing of this lost peer can land in our memory any more. Follows its `PeerLost`, maybe late."""
+    """Nothing of this lost peer can land in our memory any more. Follows its `PeerLost`."""
 
     peer: Peer
 
@@ -119,15 +119,15 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Accept peers; returns the bound address (port 0 picks one). TransferError if it is taken."""
+        """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
 
     @abstractmethod
     def connect(self, host: str, port: int) -> Peer:
-        """Start a connection and return at once; messages wait for it. It fails with a `PeerLost`."""
+        """Start a connection and return at once; messages wait. It fails with a `PeerLost`."""
 
     @abstractmethod
     def close_peer(self, peer: Peer, why: str) -> None:
-        """End a connection and fence the peer: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
+        """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
 
     @abstractmethod
     def send(self, peer: Peer, data: bytes) -> None:
@@ -161,7 +161,7 @@ class TransferEngine(ABC):
         dst_offsets: Offsets,
         imm: int,
     ) -> Ticket:
-        """One write of `page_bytes` with one immediate for EACH pair of offsets (equal, non-zero length).
+        """One write of `page_bytes` with one immediate for EACH pair of offsets (at least one).
 
         Errors as for `write`; then none of the writes was posted.
         """
@@ -176,7 +176,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def lower(self, imm: int, count: int) -> None:
-        """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there already."""
+        """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there."""
 
     @abstractmethod
     def forget(self, imm: int) -> None:
