@@ -100,7 +100,7 @@ class Node:
         """Reach the peers before loading weights: what refuses should refuse at once."""
         config = self.config
         if config.listen is not None or config.prefillers:
-            self._transfer = ShmTransferEngine()
+            self._transfer = self._build_transfer()
             self._messenger = self._build_messenger(self._transfer)
         if config.listen is not None and self._transfer is not None:
             self.address = self._transfer.listen(*config.listen)
@@ -180,6 +180,9 @@ class Node:
             hooks=self._messenger,
             remote=bool(config.prefillers),
         )
+
+    def _build_transfer(self) -> TransferEngine:
+        return ShmTransferEngine()
 
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
         config, clock = self.config.messenger, time.monotonic
