@@ -20,6 +20,7 @@ from disagg.shared_memory import SharedMemory
 from disagg.transfer import shm_link
 from disagg.transfer.control import Control, Opened
 from disagg.transfer.interface import (
+    ImmReached,
     Memory,
     MessageReceived,
     PeerFenced,
@@ -136,6 +137,37 @@ def test_a_reader_that_sleeps_loses_no_notification(world):
     world.run(lambda: len(owner.reached) == total)
     assert owner.reached == list(range(total))
     assert len(writer.ended) == total
+
+
+def test_a_full_socket_that_empties_ends_the_wait(world):
+    writer, owner = world.node(), world.node()
+    there, _ = world.connect(writer, owner)
+    while not writer.engine._peers[there].link.notes:
+        writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 1, 1)
+        writer.poll()
+    drain = threading.Timer(0.05, owner.poll)
+    start = time.monotonic()
+    drain.start()
+    writer.poll(30.0)
+    drain.join()
+    assert time.monotonic() - start < 15.0
+    assert writer.poll() != []
+
+
+def test_what_was_counted_before_the_end_is_reported_before_it(world):
+    writer, owner = world.node(), world.node()
+    there, back = world.connect(writer, owner)
+    owner.engine.expect(back, 1, 1)
+    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+    writer.engine.send(there, b"last words")
+    world.nodes.remove(owner)
+    world.run(lambda: writer.ended)
+    writer.engine.close_peer(there, "done")
+    world.nodes.append(owner)
+    world.run(lambda: owner.of(PeerLost))
+    kinds = [type(event) for event in owner.events[1:]]
+    assert sorted(map(str, kinds[:-1])) == sorted(map(str, (MessageReceived, ImmReached)))
+    assert kinds[-1] is PeerLost
 
 
 def test_waiting_gives_up_pythons_lock(world):

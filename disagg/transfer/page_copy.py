@@ -1,8 +1,10 @@
 """Copy many pages between two regions of memory, in this process, on one CPU thread.
 
-source       | . | 2 | . | 0 | 1 |     source_offsets       [3, 4, 1] * page_bytes
-                   |       |   |
-destination  | 1 | . | 0 | . | 2 |     destination_offsets  [2, 0, 4] * page_bytes
+    source       | . | 2 | . | 0 | 1 |     source_offsets       [3, 4, 1] * page_bytes
+                       |       |   |
+    destination  | 1 | . | 0 | . | 2 |     destination_offsets  [2, 0, 4] * page_bytes
+
+The constants are the best of those tried with `tests/bench/bench_shm.py` (AMD EPYC, 2 cores).
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from disagg.kv_layout import Offsets
 
 Bytes = npt.NDArray[np.uint8]
 
-#: numpy gathers into a temporary and scatters from it; this much stays in the cache.
-GATHER_BYTES = 1 << 20
+#: Pages below this are copied many in one numpy call, others one by one.
+SMALL_PAGE_BYTES = 16 << 10
+#: Copied between two looks ahead. A numpy call's temporary of this size stays in the cache.
+STEP_BYTES = 256 << 10
 
 
 def copy_pages(
@@ -27,32 +31,23 @@ def copy_pages(
 ) -> None:
     """Copy `page_bytes` for each pair of offsets, all of which lie inside the regions.
 
-    Offsets that are whole pages take the fast path: a page is one element, so that numpy moves many
-    in one call and gives up Python's lock once; the simple path takes the lock back for each page.
+    Small pages take the fast path if their offsets are whole pages: there a page is one element, so
+    that numpy gathers and scatters many in one call. Both paths copy without Python's lock.
     """
     offsets = (source_offsets, destination_offsets)
-    if len(source_offsets) > 1 and not any((some % page_bytes).any() for some in offsets):
-        _copy_elements(
-            _as_pages(destination, page_bytes),
-            _as_pages(source, page_bytes),
-            destination_offsets // page_bytes,
-            source_offsets // page_bytes,
-        )
-        return
-    for start, to in zip(source_offsets.tolist(), destination_offsets.tolist(), strict=True):
-        destination[to : to + page_bytes] = source[start : start + page_bytes]
-
-
-def _copy_elements(
-    destination: npt.NDArray[np.void],
-    source: npt.NDArray[np.void],
-    destination_indices: Offsets,
-    source_indices: Offsets,
-) -> None:
-    step = max(1, GATHER_BYTES // source.itemsize)
-    for first in range(0, len(source_indices), step):
-        some = slice(first, first + step)
-        destination[destination_indices[some]] = source[source_indices[some]]
+    as_elements = page_bytes < SMALL_PAGE_BYTES and not any((o % page_bytes).any() for o in offsets)
+    step = max(1, STEP_BYTES // page_bytes)
+    for first in range(0, len(source_offsets), step):
+        starts, ends = (o[first : first + step] for o in offsets)
+        # One byte of each page, all at once: the cache and page-table misses that every page starts
+        # with overlap here, instead of stopping the copy once for each page.
+        _ = source[starts], destination[ends]
+        if as_elements:
+            sources, destinations = (_as_pages(r, page_bytes) for r in (source, destination))
+            destinations[ends // page_bytes] = sources[starts // page_bytes]
+            continue
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            destination[end : end + page_bytes] = source[start : start + page_bytes]
 
 
 def _as_pages(region: Bytes, page_bytes: int) -> npt.NDArray[np.void]:
