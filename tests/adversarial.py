@@ -1,12 +1,12 @@
-"""An in-memory transport that is as unkind as the contract allows: it delays, shuffles, fails, cuts.
+"""An in-memory transport as unkind as the contract allows: it delays, shuffles, fails, cuts.
 
     write_pages -> unposted -> in flight -> landed (bytes copied, read from the source only now)
                                               |-> counted at the receiver   } in any order,
                                               '-> completed at the sender   } any time later
     send -> one queue per direction, in order -> MessageReceived
 
-`Network.actions()` lists everything that could happen next; the caller picks. `Network.observe` hands
-each landing write and each message to the caller's checks.
+`Network.actions()` lists everything that could happen next; the caller picks. `Network.observe`
+hands each landing write and each message to the caller's checks.
 """
 
 from __future__ import annotations

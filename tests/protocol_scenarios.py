@@ -208,7 +208,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
 
 
 def restarted_prefiller_serves_again(code: Code) -> None:
-    """Rule 8: after a restart on the same address the next requests are served, without old state."""
+    """Rule 8: after a restart on the same address the next requests are served, as if new."""
     world = connected(6, code, on_failure="retry")
     first = world.submit(10)
     world.run(40)
@@ -274,7 +274,7 @@ def policy_is_followed(code: Code) -> None:
 
 
 def never_is_not_later(code: Code) -> None:
-    """Rule 10: what can never fit is refused at once, also by the prefiller itself; the next runs."""
+    """Rule 10: what can never fit is refused at once, by the prefiller too; the next runs."""
     world = connected(9, code, prefill_pages=2)
     too_long = world.submit(2 * PAGE_SIZE + 2)
     ends(world, too_long, within=0.5)

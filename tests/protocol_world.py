@@ -1,12 +1,12 @@
-"""Both messengers over the adversarial transport, with toy engines and a fake clock: one small world.
+"""Both messengers over the adversarial transport, with toy engines and a fake clock: a small world.
 
     World.submit, cancel, stop, wake, kill, restart, cut, fail_write   what a test (or fate) decides
     World.run(steps)      random order of everything that could happen next
     World.heal()          the faults end, time passes, everything must be over and balanced
 
-The toy KV byte of a position depends on every token up to it, so a page that is early, late, foreign
-or half-filled is seen by its bytes. The rules are checked where they could be broken: as a write
-lands, as an engine event is posted, and at the end.
+The toy KV byte of a position depends on every token up to it, so a page that is early, late,
+foreign or half-filled is seen by its bytes. The rules are checked where they could be broken: as a
+write lands, as an engine event is posted, and at the end.
 """
 
 from __future__ import annotations
