@@ -278,6 +278,17 @@ def test_the_tail_holds_the_hidden_state_before_the_last_prompt_token():
         assert torch.equal(hidden, fake_hidden(CONFIG, prompt)[length - 2])
 
 
+def test_a_fetched_tail_slot_is_free_again_after_the_first_step_that_reads_it():
+    messenger, number = lost_fetch(max_tokens=5)
+    decoder = messenger.decoder
+    assert decoder.engine.stats().free_tail_slots == 3
+    decoder.engine.post(KVReady(attempt=1))
+    decoder.step()
+    assert len(decoder.tokens[number]) == 1
+    assert number not in decoder.ends
+    assert decoder.engine.stats().free_tail_slots == 4
+
+
 def test_the_decoder_computes_only_the_last_prompt_token():
     messenger = Messenger()
     number = messenger.decoder.submit(prompt_of(9), 3)

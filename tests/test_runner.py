@@ -110,6 +110,15 @@ def test_the_tail_is_written_before_the_last_increment_and_after_the_layers():
     assert not runner.kv_cache.tail_hidden(0).any()
 
 
+def test_logits_do_not_hold_back_the_tail():
+    runner = make_runner()
+    seen = []
+    logits = runner.model.logits
+    runner.model.logits = lambda hidden: seen.append(runner.counter.read()) or logits(hidden)
+    runner.run([span(0, PROMPT[:2], [0], samples=True), span(0, PROMPT[:3], [1], tail_slot=0)])
+    assert seen == [runner.increments_per_step]
+
+
 def test_the_counter_follows_the_layers():
     runner = make_runner()
     seen = []
