@@ -620,7 +620,7 @@ def test_requests_from_other_threads_wake_the_idle_engine():
             done.set()
 
     replica.engine._on_output = note
-    thread = threading.Thread(target=replica.engine.run_forever)
+    thread = threading.Thread(target=replica.engine.run_forever, daemon=True)
     thread.start()
     clients = [
         threading.Thread(target=replica.submit, args=(prompt_of(5, seed), 3)) for seed in range(6)
