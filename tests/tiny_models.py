@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 #: A rope scaling that changes every frequency band at the tiny models' lengths.
 LLAMA3_ROPE = {
@@ -89,3 +96,15 @@ def greedy(folder: Path, prompt_ids: Sequence[int], max_tokens: int) -> list[int
         pad_token_id=0,
     )
     return output[0, len(prompt_ids) :].tolist()
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
+    """Add a tokenizer whose words are `t0`, `t1`, ...: word i is token i; return `folder`.
+
+    Its chat template puts the message between `t1` and `t2`.
+    """
+    fast = FastTokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    template = "{% for m in messages %}t1 {{ m['content'] }} t2{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=fast, chat_template=template).save_pretrained(folder)
+    return folder

@@ -350,7 +350,9 @@ class DecoderMessenger:
             return
         attempt.wanted = False
         then = NextStep.FAIL if permanent else self._next_step(attempt)
-        logger.warning("attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
+        # A request that ends with the failure tells it to its client.
+        level = logging.INFO if then is NextStep.FAIL else logging.WARNING
+        logger.log(level, "attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
         if attempt.peer:
             self._prefillers.failed(attempt.peer)
         self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))

@@ -251,5 +251,6 @@ class PrefillerMessenger:
         self._liveness.drop(event.peer)
         link = self._links.pop(event.peer, None)
         if link is not None:
-            logger.warning("decoder %d lost: %s", event.peer, event.why)
+            level = logging.WARNING if link.attempts else logging.INFO
+            logger.log(level, "decoder %d lost: %s", event.peer, event.why)
             self._writer.on_peer_lost(link)

@@ -56,13 +56,15 @@ class ChildPrefiller:
         return self._process.pid
 
     def address(self) -> tuple[str, int]:
-        """Where it listens. UsageError if it ended instead (it said why on stderr)."""
+        """Where it listens. UsageError if it ended instead."""
         assert self._process.stdout is not None, "started with a pipe"
         for line in self._process.stdout:
             if line.startswith(LISTENING):
                 return address(line.removeprefix(LISTENING).strip())
         code = self._process.wait()
-        raise UsageError(f"the prefiller that was started here ended with exit code {code}")
+        if code > 0:
+            raise UsageError  # it has said why, on our stderr
+        raise UsageError(f"the prefiller that was started here was ended by signal {-code}")
 
     def close(self) -> None:
         """Kill it, stopped or not, and wait until it is gone. May be called twice."""

@@ -1,4 +1,4 @@
-"""A submitted request as its client holds it: tokens as they come, how it ended, a way to cancel."""
+"""A submitted request as its client holds it: its tokens, how it ended, a way to cancel it."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@
        |
     transfer engine   registered: KV pages, tail slots, scratch     <====> peer node
 
-Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates, an
-UNDIVIDED node has no messenger and does both by itself.
+Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates,
+an UNDIVIDED node has no messenger and does both by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -61,8 +61,8 @@ class NodeConfig:
 
     model: Path
     cache: CacheConfig
-    scheduler: SchedulerConfig = SchedulerConfig()
-    messenger: MessengerConfig = MessengerConfig()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    messenger: MessengerConfig = field(default_factory=MessengerConfig)
     listen: Address | None = None
     prefillers: tuple[Address, ...] = ()
 
@@ -146,7 +146,8 @@ class Node:
         if self._transfer is not None:
             self._transfer.wake()
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():  # an interrupt may have come before its start
+                thread.join()
         if self._transfer is not None:
             self._transfer.close()
         for resource in (self._kv_cache, self._counter, self._scratch):
@@ -250,10 +251,11 @@ class Node:
         """A thread that fails takes the node down: everything after would be wrong."""
         try:
             body()
-        except Exception as error:  # noqa: BLE001  (whatever it is, the node ends with its text)
+        except Exception as error:  # whatever it is, the node ends with its text
             logger.debug("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
+            self._links.fail(self._failure)
             if self._engine is not None:
                 self._engine.stop(self._failure)
 
@@ -282,14 +284,23 @@ class _Links:
     def __init__(self, addresses: tuple[Address, ...]) -> None:
         self._reports: dict[Address, str] = {}
         self._num_expected = len(set(addresses))
+        self._waiting = True
+        self._failure: str | None = None
         self._changed = threading.Condition()
 
     def report(self, address: Address, ready: bool, why: str) -> None:
         """From the messenger thread: a link came up, or ended and why."""
-        level = logging.INFO if ready else logging.WARNING
+        # Whoever still waits is told by `wait`.
+        level = logging.INFO if ready or self._waiting else logging.WARNING
         logger.log(level, "prefiller %s:%d: %s", *address, why)
         with self._changed:
             self._reports[address] = "" if ready else why
+            self._changed.notify()
+
+    def fail(self, why: str) -> None:
+        """The node dies: nothing more will be reported."""
+        with self._changed:
+            self._failure = why
             self._changed.notify()
 
     def wait(self) -> None:
@@ -297,8 +308,15 @@ class _Links:
         bound the wait."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._reports) == self._num_expected or any(self._reports.values())
+                lambda: (
+                    len(self._reports) == self._num_expected
+                    or any(self._reports.values())
+                    or self._failure is not None
+                )
             )
+            self._waiting = False
+            if self._failure is not None:
+                raise NodeError(self._failure)
             for (host, port), problem in self._reports.items():
                 if problem:
                     raise NodeError(f"prefiller {host}:{port}: {problem}")

@@ -14,6 +14,8 @@ from dataclasses import fields
 
 from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
+from disagg.transfer.control import open_listener
+from disagg.transfer.interface import TransferError
 
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
 
@@ -21,7 +23,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(Exception):
-    """The user asked for what cannot be; the text is one line for them."""
+    """The user asked for what cannot be; the text is one line for them, or empty if they know."""
 
 
 def address(text: str) -> tuple[str, int]:
@@ -34,7 +36,7 @@ def address(text: str) -> tuple[str, int]:
 
 def addresses(text: str) -> tuple[tuple[str, int], ...]:
     """HOST:PORT[,HOST:PORT...], as an argparse type."""
-    return tuple(address(part) for part in text.split(","))
+    return tuple(dict.fromkeys(address(part) for part in text.split(",")))
 
 
 def positive(text: str) -> int:
@@ -108,6 +110,14 @@ def decode_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_port(host: str, port: int) -> None:
+    """UsageError if the port is taken: found in a moment, where loading a model takes seconds."""
+    try:
+        open_listener(host, port).close()
+    except TransferError as error:
+        raise UsageError(str(error)) from error
+
+
 def node_settings(
     arguments: argparse.Namespace,
 ) -> tuple[CacheConfig, SchedulerConfig, MessengerConfig]:
@@ -150,7 +160,8 @@ def run_script(main: Callable[[], int]) -> None:
     try:
         code = main()
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if str(error):
+            print(f"error: {error}", file=sys.stderr)
         code = EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

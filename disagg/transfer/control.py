@@ -126,22 +126,7 @@ class Control:
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
-        try:
-            family, address = _resolve(host, port)
-            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen(MAX_OPENING_CONNECTIONS)
-            except OSError:
-                listener.close()
-                raise
-        except OSError as error:
-            raise TransferError(
-                f"cannot listen on {host}:{port}: {_reason(error)};"
-                " choose another with --listen, or port 0"
-            ) from error
-        self._listener = listener
+        self._listener = listener = open_listener(host, port)
         self.waiter.watch(listener.fileno(), READABLE, self._on_accept)
         bound = listener.getsockname()
         return str(bound[0]), int(bound[1])
@@ -365,6 +350,26 @@ class Control:
         connection.socket.close()
         del self._connections[connection.peer]
         self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A listening socket that does not block. TransferError if the port is taken."""
+    try:
+        family, address = _resolve(host, port)
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(MAX_OPENING_CONNECTIONS)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise TransferError(
+            f"cannot listen on {host}:{port}: {_reason(error)};"
+            " choose another with --listen, or port 0"
+        ) from error
+    return listener
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
