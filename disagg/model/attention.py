@@ -173,9 +173,8 @@ class TorchPagedAttention:
         table = np.stack([np.pad(p, (0, padded - len(p)), mode="edge") for p in page_lists])
         rows = [self._gather_rows(table, kv) for kv in (0, 1)]
         query = kv_lens[:, None] - qo_len + np.arange(qo_len)  # positions [B, qo_len]
-        visible = (
-            np.arange(padded * self._layout.page_size) <= query[:, :, None]
-        )  # [B, qo_len, kv_len]
+        keys = np.arange(padded * self._layout.page_size)
+        visible = keys <= query[:, :, None]  # [B, qo_len, padded kv_len]
         visible = np.tile(visible, (1, self._group_size, 1))[:, None]
         mask = torch.zeros(visible.shape, dtype=self._dtype)
         mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
