@@ -88,6 +88,8 @@ def test_openings_carry_epoch_and_info(ours, theirs):
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
     assert mine == [Opened(peer=1, epoch=42, info=b"info 1 0")]
     assert other == [Opened(peer=1, epoch=42, info=b"info 1 1")]
+    tcp = ours._connections[1].socket
+    assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_messages_keep_their_order_and_wait_for_ready_on_both_sides(ours, theirs):
@@ -171,7 +173,9 @@ def test_a_refused_connection_names_the_address(ours):
 
 def test_an_unknown_host_is_a_loss_not_an_exception(ours):
     peer = ours.connect("no such host", 1)
-    (lost,) = ours.poll(0)
+    start = time.monotonic()
+    (lost,) = ours.poll(30.0)  # knows already, so it does not wait
+    assert time.monotonic() - start < 15.0
     assert lost.peer == peer
     assert "cannot connect to no such host:1" in lost.why
 
@@ -207,6 +211,16 @@ def test_a_silent_peer_ends_at_the_opening_deadline():
             clock.now += 0.001
             (lost,) = ours.poll(0)
     assert "sent no opening within 5 s" in lost.why
+
+
+def test_a_wait_ends_at_the_opening_deadline():
+    with raw_server() as server, contextlib.closing(make_control(opening_timeout=0.05)) as ours:
+        ours.connect(*server.getsockname())
+        start = time.monotonic()
+        lost = []
+        while not lost:
+            lost = ours.poll(30.0)
+        assert 0.05 <= time.monotonic() - start < 15.0
 
 
 def test_an_unanswered_dial_ends_at_the_deadline():
@@ -305,6 +319,21 @@ def test_a_reset_is_a_loss(ours):
         ours.send(peer, b"and again")
         (events,) = run(ours, until=lambda a: of(Lost, a))
     assert len(of(Lost, events)) == 1
+
+
+def test_last_words_are_heard_although_our_answer_cannot_be_sent(ours):
+    with raw_server() as server:
+        peer = ours.connect(*server.getsockname())
+        accepted, _ = server.accept()
+        with accepted:
+            accepted.sendall(opening())
+            run(ours, until=lambda a: of(Opened, a))
+            assert accepted.recv(1000)
+            accepted.sendall(frame(b"goodbye"))
+        for _ in range(3):  # answered with a reset, then refused
+            ours.send(peer, b"hello?")
+        (events,) = run(ours, until=lambda a: of(Lost, a))
+    assert events[0] == MessageReceived(peer=peer, data=b"goodbye")
 
 
 def test_a_stranger_cannot_make_us_hold_more_than_a_frame(ours):

@@ -154,7 +154,9 @@ def test_a_full_socket_that_empties_ends_the_wait(world):
     assert writer.poll() != []
 
 
-def test_what_was_counted_before_the_end_is_reported_before_it(world):
+@pytest.mark.parametrize("seen_late", ["tcp", "unix"])
+def test_what_came_before_the_end_is_reported_before_it(world, seen_late):
+    """Whichever of the two connections shows the end first."""
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
     owner.engine.expect(back, 1, 1)
@@ -162,9 +164,12 @@ def test_what_was_counted_before_the_end_is_reported_before_it(world):
     writer.engine.send(there, b"last words")
     world.nodes.remove(owner)
     world.run(lambda: writer.ended)
-    writer.engine.close_peer(there, "done")
-    world.nodes.append(owner)
-    world.run(lambda: owner.of(PeerLost))
+    writer.engine.close()
+    control = owner.engine._control
+    tcp, unix = control._connections[back].socket, owner.engine._peers[back].link._unix
+    control.waiter.unwatch((tcp if seen_late == "tcp" else unix).fileno())
+    while not owner.of(PeerLost):
+        owner.poll(5.0)
     kinds = [type(event) for event in owner.events[1:]]
     assert sorted(map(str, kinds[:-1])) == sorted(map(str, (MessageReceived, ImmReached)))
     assert kinds[-1] is PeerLost
@@ -300,6 +305,22 @@ def test_fences_are_looked_at_on_a_timer(world):
     assert owner.poll() == []
     clock.now += FENCE_INTERVAL_SECONDS
     assert owner.poll() == [PeerFenced(peer=back)]
+    assert not held.begin()
+
+
+def test_a_poll_that_waits_looks_at_fences_too(world):
+    writer, owner = world.node(), world.node()
+    there, back = world.connect(writer, owner)
+    held = writer.engine._peers[there].link.held_lease
+    assert held.begin()
+    owner.engine.close_peer(back, "enough")
+    start = time.monotonic()
+    unlock = threading.Timer(0.05, held.end)
+    unlock.start()
+    while not owner.of(PeerFenced):
+        owner.poll(30.0)
+    unlock.join()
+    assert time.monotonic() - start < 15.0
 
 
 # --- Peers that lie, over a control connection of the right transport ---
@@ -413,6 +434,13 @@ def test_a_peer_that_passes_too_few_descriptors_is_lost(world, impostor, missing
         fds = [memory.fd] * (missing == "lease")
         impostor.introduce([[4096, 0, 4096]], fds, lease=missing == "region")
         assert "1 regions and a lease, but passed" in fate(world, impostor, node)
+
+
+def test_a_peer_whose_lease_is_no_file_is_lost(world, impostor):
+    node = world.node()
+    impostor.dial(node)
+    impostor.introduce([], [impostor.unix.fileno()], lease=False)
+    assert "regular file" in fate(world, impostor, node)
 
 
 def test_a_wrong_token_is_refused(world, impostor):

@@ -372,6 +372,19 @@ def test_counts_of_zero_and_used_imms_are_errors(world):
             node.engine.expect(1, imm, 1)
 
 
+def test_offsets_may_be_changed_after_posting(world):
+    writer, owner = world.node(), world.node()
+    there, back = world.connect(writer, owner)
+    writer.bytes[:64] = 1
+    owner.engine.expect(back, 1, 2)
+    offsets = np.array([0, 64]), np.array([64, 128])
+    writer.engine.write_pages(there, writer.region, owner.region.descriptor, 64, *offsets, 1)
+    for array in offsets:
+        array[:] = 2**40
+    world.run(lambda: owner.reached == [1])
+    assert owner.bytes[64:128].all()
+
+
 def test_one_write_larger_than_any_batch(world):
     writer, owner = world.node(11 * MIB), world.node(11 * MIB)
     there, back = world.connect(writer, owner)
@@ -530,6 +543,35 @@ def test_a_closed_peer_is_lost_once_then_fenced_and_hears_nothing_more(world):
     assert left.events == [PeerLost(peer=there, why="enough"), PeerFenced(peer=there)]
     assert [type(event) for event in right.events[1:]] == [PeerLost, PeerFenced]
     assert not right.bytes.any()
+
+
+def test_nothing_lands_after_the_fence(world):
+    """The writer has much to write and does not know yet that it was fenced."""
+    page = 64 * KIB
+    writer, owner = world.node(16 * MIB), world.node(16 * MIB)
+    there, back = world.connect(writer, owner)
+    pages = shuffled(256, page)
+    writer.engine.write_pages(there, writer.region, owner.region.descriptor, page, pages, pages, 1)
+    writer.poll()
+    owner.engine.close_peer(back, "enough")
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not owner.of(PeerFenced):
+        assert time.monotonic() < end
+        owner.poll(0.001)
+    owner.bytes[:] = 0xEE
+    world.run(lambda: writer.of(PeerLost))
+    assert (owner.bytes == 0xEE).all()
+
+
+def test_an_imm_of_a_lost_peer_is_never_reached(world):
+    left, right = world.node(), world.node()
+    there, back = world.connect(left, right)
+    right.engine.expect(back, 1, 2)
+    left.engine.close_peer(there, "done")
+    world.run(lambda: right.of(PeerFenced))
+    right.engine.lower(1, 0)
+    world.rounds()
+    assert right.reached == []
 
 
 def test_closing_an_engine_is_seen_by_its_peers(world):

@@ -142,7 +142,6 @@ class ShmLink:
         self._unix = self._listener = None
         if self.held_lease is not None:
             self.held_lease.close()
-        self.regions = []
 
     def _guarded(self, step: Callable[[], None]) -> Handler:
         def handler(_events: int) -> None:
