@@ -1,7 +1,8 @@
 """What an engine and a messenger say to each other: the seam between computing and moving KV.
 
-Neither imports the other. The engine calls an `EngineHooks`; the messenger posts `EngineEvent`s
-into a queue that the engine drains between two steps. `serve/node.py` puts the two together.
+Neither imports the other. The engine calls `PrefillHooks` or `DecodeHooks`; the messenger posts
+`EngineEvent`s into a queue that the engine drains between two steps. `serve/node.py` puts the two
+together.
 
     decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
                engine <--KVReady | KVFailed, KVReleased-- messenger
@@ -62,11 +63,15 @@ class PrefillChunk:
     tail_slot: int | None
 
 
-class EngineHooks(Protocol):
-    """What the engine calls; every call returns at once."""
+class PrefillHooks(Protocol):
+    """What a prefiller's engine calls; returns at once."""
 
     def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
         """A step is about to run that starts at layer counter `base`. Called before it runs."""
+
+
+class DecodeHooks(Protocol):
+    """What a decoder's engine calls; every call returns at once."""
 
     def on_fetch(self, fetch: FetchKV) -> None:
         """Pages and a tail slot are pinned for a prompt; have it prefilled elsewhere."""

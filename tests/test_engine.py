@@ -51,8 +51,8 @@ class Replica:
     def __init__(
         self,
         *,
-        hooks=None,
-        remote=False,
+        prefill_hooks=None,
+        decode_hooks=None,
         num_pages=40,
         slots=4,
         order=PageOrder.HND,
@@ -66,14 +66,12 @@ class Replica:
         self.scheduler = fake_scheduler(cache, self.runner.model.config, **limits)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, tuple[FinishReason, str | None]] = {}
-        self.dead: list[BaseException] = []
         self.engine = Engine(
             self.runner,
             self.scheduler,
             on_output=self.on_output,
-            hooks=hooks,
-            remote=remote,
-            on_dead=self.dead.append,
+            prefill_hooks=prefill_hooks,
+            decode_hooks=decode_hooks,
         )
         self.idle = self.engine.stats()
 
@@ -110,8 +108,8 @@ class Messenger:
     """
 
     def __init__(self, *, budget=512, lose=False, **same):
-        self.prefiller = Replica(hooks=self, max_batch_tokens=budget, **same)
-        self.decoder = Replica(hooks=self, remote=True, max_batch_tokens=budget, **same)
+        self.prefiller = Replica(prefill_hooks=self, max_batch_tokens=budget, **same)
+        self.decoder = Replica(decode_hooks=self, max_batch_tokens=budget, **same)
         self.lose = lose
         self.fetches = {}
         self.cancelled: list[int] = []
@@ -637,7 +635,6 @@ def test_requests_from_other_threads_wake_the_idle_engine():
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="was stopped"):
         replica.submit(prompt_of(3))
-    assert replica.dead == []
 
 
 def test_after_a_stop_nothing_is_handled():
@@ -681,9 +678,8 @@ def test_a_step_that_raises_ends_the_engine_and_answers_everybody(where):
     else:
         replica.runner.model.before_layer = lambda layer: replica.runner.counter.add()
     waiting = replica.submit(prompt_of(3), 9)
-    with pytest.raises((OSError, AssertionError)) as caught:
+    with pytest.raises((OSError, AssertionError)):
         replica.engine.run_forever()
-    assert replica.dead == [caught.value]
     for number in (*open_requests, waiting):
         finish, error = replica.ends[number]
         assert finish is FinishReason.ERROR
@@ -692,8 +688,3 @@ def test_a_step_that_raises_ends_the_engine_and_answers_everybody(where):
         replica.submit(prompt_of(3))
     with pytest.raises(RuntimeError, match="runs no more steps: a step failed"):
         replica.engine.step()
-
-
-def test_a_remote_engine_needs_hooks():
-    with pytest.raises(ValueError, match="a remote engine needs hooks"):
-        Replica(remote=True)

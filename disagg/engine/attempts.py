@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence, State
-from disagg.hooks import EngineHooks, FetchKV, NextStep
+from disagg.hooks import DecodeHooks, FetchKV, NextStep
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Attempts:
     another attempt, and what may still land does so in pages that wait for `KVReleased`.
     """
 
-    def __init__(self, scheduler: Scheduler, hooks: EngineHooks) -> None:
+    def __init__(self, scheduler: Scheduler, hooks: DecodeHooks | None) -> None:
         self._scheduler = scheduler
         self._hooks = hooks
         self._attempts: dict[int, _Attempt] = {}
@@ -51,6 +51,7 @@ class Attempts:
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
         assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
+        assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         attempt = next(self._numbers)
         sequence.attempt = attempt
         self._attempts[attempt] = _Attempt(
@@ -94,6 +95,7 @@ class Attempts:
     def cancel(self, sequence: Sequence) -> None:
         """The request of a FETCHING sequence is not wanted any more; part it from its attempt."""
         assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
+        assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         self._hooks.on_cancel(sequence.attempt)
         self._leave(sequence)
 

@@ -1,8 +1,8 @@
 """One replica: takes requests and prefill jobs from any thread, computes step by step in one.
 
 One class, three uses. Undivided: it prefills all N prompt tokens and samples after the last.
-Prefiller: jobs say what to compute, positions 0..N-2, and nothing is sampled. Decoder (`remote`):
-positions 0..N-2 are filled by a prefiller and token N-1 runs as an ordinary decode token.
+Prefiller: jobs say what to compute, positions 0..N-2, and nothing is sampled. Decoder: positions
+0..N-2 are filled by a prefiller and token N-1 runs as an ordinary decode token.
 
     any thread    submit, cancel, post ---> inbox
                                               |  drained between two steps, wakes the idle loop
@@ -20,7 +20,6 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,12 +28,13 @@ from disagg.engine.runner import Runner
 from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
 from disagg.engine.sequence import Kind, Sequence, State
 from disagg.hooks import (
+    DecodeHooks,
     EngineEvent,
-    EngineHooks,
     KVFailed,
     KVReady,
     KVReleased,
     PrefillChunk,
+    PrefillHooks,
     ReleasePrefill,
     StartPrefill,
     StopPrefill,
@@ -77,10 +77,8 @@ class _Stop:
 
 
 class Engine:
-    """See the module. `hooks` is the messenger's side; an undivided engine has none.
-
-    `on_dead` is called once, by the engine thread, with what a step raised.
-    """
+    """See the module. A prefiller's engine has `prefill_hooks`, a decoder's `decode_hooks` (it then
+    fetches every prompt's KV), an undivided one neither."""
 
     def __init__(
         self,
@@ -88,18 +86,14 @@ class Engine:
         scheduler: Scheduler,
         *,
         on_output: OnOutput,
-        hooks: EngineHooks | None = None,
-        remote: bool = False,
-        on_dead: Callable[[BaseException], None] | None = None,
+        prefill_hooks: PrefillHooks | None = None,
+        decode_hooks: DecodeHooks | None = None,
     ) -> None:
-        if remote and hooks is None:
-            raise ValueError("a remote engine needs hooks, expected EngineHooks, got None")
         self._runner = runner
         self._scheduler = scheduler
         self._on_output = on_output
-        self._hooks = hooks or _NoHooks()
-        self._remote = remote
-        self._on_dead = on_dead
+        self._prefill_hooks = prefill_hooks
+        self._remote = decode_hooks is not None
 
         self._inbox: queue.SimpleQueue[Sequence | _Cancel | _Stop | EngineEvent] = (
             queue.SimpleQueue()
@@ -112,7 +106,7 @@ class Engine:
 
         # The engine thread's alone.
         self._jobs: dict[int, Sequence] = {}
-        self._attempts = Attempts(scheduler, self._hooks)
+        self._attempts = Attempts(scheduler, decode_hooks)
 
     # From any thread
 
@@ -182,8 +176,6 @@ class Engine:
             ran = self._ended is None and self._run_step()
         except BaseException as error:
             self._end(f"a step failed: {error!r}")
-            if self._on_dead is not None:
-                self._on_dead(error)
             raise
         return drained or ran
 
@@ -233,7 +225,8 @@ class Engine:
         base = self._runner.counter.read()
         chunks = _chunks(step)
         if chunks:
-            self._hooks.on_step_scheduled(base, chunks)
+            assert self._prefill_hooks is not None, "prefill jobs come from a messenger"
+            self._prefill_hooks.on_step_scheduled(base, chunks)
         sampled = self._runner.run(step.spans)
         added = self._runner.counter.read() - base
         assert added == self._runner.increments_per_step, (
@@ -308,16 +301,6 @@ class Engine:
             self._open.clear()
         for number in numbers:
             self._on_output(number, [], FinishReason.ERROR, why)
-
-
-class _NoHooks:
-    """The hooks of an engine that hands nothing over; it is not remote, so it never fetches."""
-
-    def on_step_scheduled(self, base: int, chunks: object) -> None: ...
-
-    def on_fetch(self, fetch: object) -> None: ...
-
-    def on_cancel(self, attempt: int) -> None: ...
 
 
 def _chunks(step: ScheduledStep) -> list[PrefillChunk]:
