@@ -140,12 +140,12 @@ class DecoderMessenger:
     # --- From the engine, any thread ---
 
     def on_fetch(self, fetch: FetchKV) -> None:
-        """`EngineHooks`: have this prompt prefilled elsewhere."""
+        """`DecodeHooks`: have this prompt prefilled elsewhere."""
         self._inbox.append(fetch)
         self._transfer.wake()
 
     def on_cancel(self, attempt: int) -> None:
-        """`EngineHooks`: nobody wants this attempt any more."""
+        """`DecodeHooks`: nobody wants this attempt any more."""
         self._inbox.append(attempt)
         self._transfer.wake()
 

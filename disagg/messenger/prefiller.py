@@ -100,7 +100,7 @@ class PrefillerMessenger:
     # --- From the engine, any thread ---
 
     def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
-        """`EngineHooks`: a step with these chunks starts at counter `base`."""
+        """`PrefillHooks`: a step with these chunks starts at counter `base`."""
         self._inbox.append(Step(base=base, chunks=chunks))
         self._transfer.wake()
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from disagg.serve.options import UsageError, address
+from disagg.serve.exits import UsageError
+from disagg.serve.options import address
 
 SCRIPT = Path(__file__).parents[2] / "run_prefill.py"
 

@@ -9,29 +9,25 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from disagg.messenger.prefillers import Address
+from disagg.model.weights import default_dtype
 from disagg.request import FinishReason, Request, SamplingParams
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
+from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
 from disagg.serve.handle import Completion, RequestHandle
 from disagg.serve.node import Node, NodeConfig, NodeError
-from disagg.serve.options import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    UsageError,
-    forwarded_flags,
-    node_settings,
-)
+from disagg.serve.options import forwarded_flags, node_settings
 from disagg.serve.tokenizer import Tokenizer
 from disagg.transfer.interface import TransferError
 
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
-    with _start(arguments, _resolve(arguments), listen=arguments.listen) as node:
+    arguments = _resolve(arguments)
+    with _start(arguments, listen=arguments.listen) as node:
         assert node.address is not None, "a prefiller listens"
         host, port = node.address
         print(f"{LISTENING}{host}:{port}", flush=True)
@@ -45,16 +41,16 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
 
 def answer_prompts(arguments: argparse.Namespace) -> int:
     """Answer every prompt of the command line, in order; the exit code."""
-    folder = _resolve(arguments)
+    arguments = _resolve(arguments)
     with ExitStack() as stack:
         prefillers = arguments.prefill
         if not prefillers and not arguments.colocated:
-            flags = [*forwarded_flags(arguments), f"--model={folder}"]
-            prefillers = (stack.enter_context(ChildPrefiller(flags)).address(),)
-        tokenizer = Tokenizer(folder)
+            child = ChildPrefiller(forwarded_flags(arguments))
+            prefillers = (stack.enter_context(child).address(),)
+        tokenizer = Tokenizer(arguments.model)
         if not tokenizer.exists:
-            raise UsageError(f"{folder} has no tokenizer.json, so it cannot read a prompt")
-        node = stack.enter_context(_start(arguments, folder, prefillers=prefillers))
+            raise UsageError(f"{arguments.model} has no tokenizer.json, so it reads no prompt")
+        node = stack.enter_context(_start(arguments, prefillers=prefillers))
         answers = [_submit(node, tokenizer, prompt, arguments) for prompt in arguments.prompts]
         outcomes = [
             _print_answer(index, answer, tokenizer, arguments)
@@ -63,23 +59,25 @@ def answer_prompts(arguments: argparse.Namespace) -> int:
     return EXIT_DONE if all(outcomes) else EXIT_FAILED
 
 
-def _resolve(arguments: argparse.Namespace) -> Path:
+def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The flags with the model's folder and the dtype that `auto` means on this CPU."""
     try:
-        return resolve_model(arguments.model)
+        folder = resolve_model(arguments.model)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    dtype = default_dtype() if arguments.dtype == "auto" else arguments.dtype
+    return argparse.Namespace(**{**vars(arguments), "model": folder, "dtype": dtype})
 
 
 def _start(
     arguments: argparse.Namespace,
-    folder: Path,
     *,
     listen: Address | None = None,
     prefillers: tuple[Address, ...] = (),
 ) -> Node:
     cache, scheduler, messenger = node_settings(arguments)
     config = NodeConfig(
-        model=folder,
+        model=arguments.model,
         cache=cache,
         scheduler=scheduler,
         messenger=messenger,

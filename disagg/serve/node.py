@@ -2,7 +2,7 @@
 
     main thread       submit, cancel -> engine inbox        handle <- tokens
     engine thread     step: drain, schedule, forward        layer counter += 1
-       | EngineHooks          ^ EngineEvents
+       | hooks                ^ EngineEvents
        v                      |
     messenger thread  poll: layer counter, messages, writes, clocks
        |
@@ -173,13 +173,13 @@ class Node:
             num_qo_heads=self.model_config.num_qo_heads,
             dtype=getattr(torch, cache.dtype),
         )
-        model = load_model(config.model, cache.dtype)
+        model, messenger = load_model(config.model, cache.dtype), self._messenger
         return Engine(
             Runner(model, attention, self._kv_cache, self._counter),
             Scheduler(config.scheduler, cache, self.model_config),
             on_output=self._on_output,
-            hooks=self._messenger,
-            remote=bool(config.prefillers),
+            prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
+            decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
         )
 
     def _build_transfer(self) -> TransferEngine:

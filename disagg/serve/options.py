@@ -1,4 +1,4 @@
-"""Command-line flags of both launch scripts, and how a script ends: one line, one exit code.
+"""Command-line flags of both launch scripts.
 
 No torch here, so that `--help` and a wrong flag answer at once.
 """
@@ -6,24 +6,26 @@ No torch here, so that `--help` and a wrong flag answer at once.
 from __future__ import annotations
 
 import argparse
-import logging
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import fields
 
 from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
+from disagg.serve.exits import UsageError
 from disagg.transfer.control import open_listener
 from disagg.transfer.interface import TransferError
 
+#: What a prefiller that a decoder starts as its child is told, too.
+FORWARDED_TO_CHILD = (
+    "model",
+    "dtype",
+    "page_size",
+    "kv_layout",
+    "num_pages",
+    "max_batch_tokens",
+    "peer_timeout",
+)
+
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
-
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-
-class UsageError(Exception):
-    """The user asked for what cannot be; the text is one line for them, or empty if they know."""
 
 
 def address(text: str) -> tuple[str, int]:
@@ -52,7 +54,12 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     same.add_argument(
         "--model", help="local folder or hub name (default: SmolLM2-135M-Instruct, fetched once)"
     )
-    same.add_argument("--dtype", choices=sorted(ITEMSIZE), default="bfloat16")
+    same.add_argument(
+        "--dtype",
+        choices=["auto", *sorted(ITEMSIZE)],
+        default="auto",
+        help="of weights and KV; auto: bfloat16 where the CPU multiplies it, else float32",
+    )
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
@@ -142,35 +149,8 @@ def node_settings(
 
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
-    """The node flags again (but the model), for a prefiller that a decoder starts as its child."""
+    """The node flags again, for a prefiller that a decoder starts as its child."""
     flags = [
-        f"--{name.replace('_', '-')}={getattr(arguments, name)}"
-        for name in ("dtype", "page_size", "kv_layout", "num_pages", "max_batch_tokens")
+        f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in FORWARDED_TO_CHILD
     ]
     return flags + (["--verbose"] if arguments.verbose else [])
-
-
-def run_script(main: Callable[[], int]) -> None:
-    """Run a script's main and exit with its code; an interrupt at any moment leaves no traceback.
-
-    Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
-    imports of large libraries do not survive a KeyboardInterrupt in good order.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        code = main()
-    except UsageError as error:
-        if str(error):
-            print(f"error: {error}", file=sys.stderr)
-        code = EXIT_USAGE
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = EXIT_INTERRUPTED
-    sys.exit(code)
-
-
-def interruptible(*, verbose: bool) -> None:
-    """From here on an interrupt is a KeyboardInterrupt, and warnings are shown on stderr."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

@@ -1,0 +1,44 @@
+"""How a launch script ends: one line on standard error, one exit code, also when interrupted.
+
+Imports nothing large, so that a script is ready to be interrupted as soon as it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class UsageError(Exception):
+    """The user asked for what cannot be; the text is one line for them, or empty if they know."""
+
+
+def run_script(main: Callable[[], int]) -> None:
+    """Run a script's main and exit with its code; an interrupt at any moment leaves no traceback.
+
+    Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
+    imports of large libraries do not survive a KeyboardInterrupt in good order.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        code = main()
+    except UsageError as error:
+        if str(error):
+            print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is closed; Python's own end has no handler
+    sys.exit(code)
+
+
+def interruptible(*, verbose: bool) -> None:
+    """From here on an interrupt is a KeyboardInterrupt, and warnings are shown on stderr."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
