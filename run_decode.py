@@ -4,11 +4,13 @@ python run_decode.py "Why is the sky blue?"
 python run_decode.py "Why is the sky blue?" --prefill 127.0.0.1:7400
 """
 
-from disagg.serve.options import decode_parser, interruptible, run_script
+from disagg.serve.exits import interruptible, run_script
 
 
 def main() -> int:
     """Parse the flags, then load what takes seconds to load."""
+    from disagg.serve.options import decode_parser
+
     arguments = decode_parser().parse_args()
     from disagg.serve.commands import answer_prompts
 

@@ -3,11 +3,13 @@
 python run_prefill.py --listen 127.0.0.1:7400
 """
 
-from disagg.serve.options import check_port, interruptible, prefill_parser, run_script
+from disagg.serve.exits import interruptible, run_script
 
 
 def main() -> int:
-    """Parse the flags, then load what takes seconds to load."""
+    """Parse the flags and look at the port, then load what takes seconds to load."""
+    from disagg.serve.options import check_port, prefill_parser
+
     arguments = prefill_parser().parse_args()
     check_port(*arguments.listen)
     from disagg.serve.commands import serve_prefill

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.engine.engine import Engine, EngineStats
+from disagg.kv_layout import PageOrder
 from disagg.request import FinishReason, Request, SamplingParams
 from disagg.serve.handle import RequestHandle
 from disagg.serve.node import Node, NodeConfig
@@ -69,6 +70,8 @@ def node_config(folder: Path, **settings: Any) -> NodeConfig:
     """float32, pages of 4. `settings` are fields of NodeConfig or of the configurations in it."""
     cache: dict[str, Any] = {"num_pages": 128, "page_size": P, "dtype": "float32"}
     cache |= {name: settings.pop(name) for name in _fields(CacheConfig) & settings.keys()}
+    if "kv_layout" in cache:
+        cache["kv_layout"] = PageOrder(cache["kv_layout"])
     limits = {name: settings.pop(name) for name in _fields(SchedulerConfig) & settings.keys()}
     clocks = {name: settings.pop(name) for name in _fields(MessengerConfig) & settings.keys()}
     return NodeConfig(

@@ -59,6 +59,7 @@ TESTED_IN = {
     "disagg.kv_layout": "test_kv_cache",
     "disagg.request": "test_scheduler",
     "disagg.shared_memory": "test_kv_cache",
+    "disagg.serve.exits": "test_scripts",
     "disagg.engine.attempts": "test_engine",
     "disagg.engine.sequence": "test_scheduler",
     "disagg.messenger.admission": "test_protocol",

@@ -432,7 +432,7 @@ def test_interrupting_a_prefiller(run, long_model):
     assert ended(busy) == 130
     failed = decoder.wait()
     assert failed.code == 1
-    assert "prefiller lost: said goodbye" in failed.stderr.splitlines()[-1]
+    assert "error: prompt 0: prefiller lost: said goodbye: the node stops\n" in failed.stderr
     idle.address()
     idle.signal(signal.SIGINT)
     assert ended(idle) == 130
