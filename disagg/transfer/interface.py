@@ -188,7 +188,8 @@ class TransferEngine(ABC):
 
         The tickets are open: no `poll` has returned their end yet. Returns how many of their writes
         were posted, each of which the peer will count (None if that is unknown). Every ticket still
-        ends with its one event from a later `poll`, when none of its writes is outstanding.
+        ends with its one event from a later `poll`, when none of its writes is outstanding:
+        `WritesDone`, unless a posted one failed.
         """
 
     @abstractmethod
