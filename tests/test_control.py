@@ -215,8 +215,8 @@ def test_a_silent_peer_ends_at_the_opening_deadline():
 
 def test_a_wait_ends_at_the_opening_deadline():
     with raw_server() as server, contextlib.closing(make_control(opening_timeout=0.05)) as ours:
-        ours.connect(*server.getsockname())
         start = time.monotonic()
+        ours.connect(*server.getsockname())
         lost = []
         while not lost:
             lost = ours.poll(30.0)
