@@ -37,7 +37,9 @@ ARROWS = {
 
 #: Read and run without torch: these parts, and these modules of serve.
 TORCH_FREE_PARTS = {"leaves", "transfer", "messenger"}
-TORCH_FREE_MODULES = {"disagg.serve.options", "disagg.serve.child_prefiller"}
+TORCH_FREE_MODULES = {
+    *("disagg.serve.child_prefiller", "disagg.serve.exits", "disagg.serve.options"),
+}
 #: Packages that are torch or bring it along.
 TORCH = {"torch", "transformers", "safetensors"}
 

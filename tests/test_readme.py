@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from disagg.serve import options
+from disagg.serve import exits, options
 from disagg.serve.default_model import MODEL_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +106,7 @@ def test_both_parsers_agree_on_the_flags_they_share() -> None:
 
 
 def test_exit_codes_are_those_of_the_scripts() -> None:
-    codes = {str(value) for name, value in vars(options).items() if name.startswith("EXIT_")}
+    codes = {str(value) for name, value in vars(exits).items() if name.startswith("EXIT_")}
     assert set(table(section("Flags"), "exit code")) == codes
 
 
