@@ -658,6 +658,7 @@ def test_a_stop_answers_what_is_open():
     assert replica.tokens[number] == fake_greedy(CONFIG, prompt_of(3), 1)
     for request in (number, waiting):
         assert replica.ends[request] == (FinishReason.ERROR, "the engine was stopped")
+    assert replica.engine.stats().open_requests == 0
 
 
 @pytest.mark.parametrize("where", ["model", "hooks", "counter"])
