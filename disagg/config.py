@@ -1,7 +1,7 @@
 """What is fixed when a node starts: the model's shape, its cache, the limits of a step, its clocks.
 
 Pure data, checked once here. Reading a checkpoint's `config.json` is `model/weights.py`; parsing
-command lines is the two launch scripts.
+command lines is `serve/options.py`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MessengerConfig:
-    """The clocks of the hand-over, in seconds.
+    """The clocks of the hand-over, in seconds, and what becomes of an attempt that fails.
 
     Silence and age are different things (a peer that beats may still have a long queue):
     `peer_timeout` bounds how long a peer may say nothing at all, `request_timeout` how long one
@@ -90,7 +90,6 @@ class MessengerConfig:
     request whose attempt failed: computed on the decoder, tried again elsewhere, or ended.
     """
 
-    heartbeat_interval: float = 0.5
     peer_timeout: float = 5.0
     request_timeout: float = 120.0
     reconnect_interval: float = 0.25
@@ -100,8 +99,11 @@ class MessengerConfig:
     def __post_init__(self) -> None:
         if self.on_failure not in ("local", "retry", "fail"):
             raise ValueError(f"on_failure must be local, retry or fail, got {self.on_failure!r}")
-        if not 0 < self.heartbeat_interval < self.peer_timeout:
-            raise ValueError(
-                f"heartbeat_interval ({self.heartbeat_interval} s) must be positive and below"
-                f" peer_timeout ({self.peer_timeout} s), or a healthy peer looks dead"
-            )
+        for name in ("peer_timeout", "request_timeout", "reconnect_interval"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Often enough that a peer must miss several beats before it counts as dead."""
+        return min(0.5, self.peer_timeout / 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from types import TracebackType
@@ -22,8 +23,10 @@ class SharedMemory:
             raise ValueError(f"shared memory needs at least 1 byte, got {nbytes}")
         self.nbytes = nbytes
         if fd is None:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC)
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
+            # A mapping of a file that shrank later ends its process with SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.fd = fd
         self.buffer = mmap.mmap(fd, nbytes)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, dtype=np.uint8)

@@ -155,10 +155,12 @@ class Network:
 class FakeTransfer(TransferEngine):
     """One node's end. `stopped`: its process does not run; `dead`: it never will again."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(
+        self, network: Network, name: str, imm_counter: type[ImmCounter] = ImmCounter
+    ) -> None:
         self.network = network
         self.name = name
-        self.counter = ImmCounter()
+        self.counter = imm_counter()
         self.events: list[Event] = []
         self.regions: list[np.ndarray] = []
         self.in_flight: list[Write] = []
@@ -225,6 +227,8 @@ class FakeTransfer(TransferEngine):
         if conn is None:
             return ticket.number
         region = dst[0]
+        if region >= len(conn.ends[1 - end].regions):
+            raise TransferError(f"{dst!r} is no descriptor of this peer")
         target = conn.ends[1 - end].regions[region]
         source = self.regions[src.descriptor[0]]
         for s, d in zip(src_offsets, dst_offsets, strict=True):

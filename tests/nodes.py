@@ -34,9 +34,7 @@ DEADLINE_SECONDS = 30.0
 P = 4
 
 #: Clocks for tests: short, but a machine busy with other tests must not look dead.
-CLOCKS = MessengerConfig(
-    heartbeat_interval=0.1, peer_timeout=3.0, request_timeout=60.0, reconnect_interval=0.05
-)
+CLOCKS = MessengerConfig(peer_timeout=3.0, request_timeout=60.0, reconnect_interval=0.05)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

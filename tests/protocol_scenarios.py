@@ -10,9 +10,23 @@ import random
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
-from disagg.messenger.messages import Cancel, Hello, PrefillRejected, PrefillRequest, decode, encode
-from disagg.transfer.interface import MessageReceived
+from disagg.messenger.messages import (
+    Cancel,
+    CancelAck,
+    Hello,
+    Message,
+    PrefillFailed,
+    PrefillRejected,
+    PrefillRequest,
+    ProbeRequest,
+    Role,
+    decode,
+    encode,
+)
+from disagg.transfer.interface import ImmReached, Memory, MessageReceived
+from tests.adversarial import FakeTransfer
 from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, PAGE_SIZE, Client, Code, World
 
 Scenario = Callable[[Code], None]
@@ -234,10 +248,13 @@ def answers_of_others_do_not_count(code: Code) -> None:
     own_id = messenger._attempt_id(attempt)
     other = next(p.peer for p in messenger._prefillers.ready() if p.peer != attempt.peer)
     for peer, number in ((other, own_id), (attempt.peer, own_id ^ 1 << 40)):
-        forged = PrefillRejected(attempt=number, permanent=True, why="forged")
+        forged = PrefillRejected(attempt_id=number, permanent=True, why="forged")
         transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
         world.run_fairly(0.3)
         assert client.ended is None, f"an answer from peer {peer} about {number:#x} counted"
+    transfer.counter.count(other, attempt.imm, attempt.count)
+    world.run_fairly(0.3)
+    assert client.ended is None, "writes of another peer were counted"
     for node in world.prefill_nodes:
         node.stuck = False
     world.heal()
@@ -288,7 +305,7 @@ def never_is_not_later(code: Code) -> None:
     node = world.prefill_nodes[0]
     end = conn.ends.index(node.transfer)
     request = PrefillRequest(
-        attempt=77,
+        attempt_id=77,
         token_ids=tuple(range(12)),
         page_indices=(0, 1, 2, 3),
         num_held_pages=0,
@@ -337,11 +354,11 @@ def unknown_cancels_are_harmless(code: Code) -> None:
     world.decode_node.messenger.on_cancel(early.attempt)
     world.decode_node.messenger.on_cancel(4242)
     peer = world.decode_node.messenger._prefillers.ready()[0].peer
-    world.decode_node.transfer.send(peer, encode(Cancel(attempt=4242)))
+    world.decode_node.transfer.send(peer, encode(Cancel(attempt_id=4242)))
     late = world.submit(8)
     ends(world, late, within=2.0)
     world.decode_node.messenger.on_cancel(late.attempt)
-    world.decode_node.transfer.send(peer, encode(Cancel(attempt=1)))
+    world.decode_node.transfer.send(peer, encode(Cancel(attempt_id=1)))
     world.heal()
     assert late.ended == "ready" and not world.failures, world.failures
 
@@ -369,6 +386,155 @@ def cancelled_while_stopped(code: Code) -> None:
             elif fate == "killed":
                 world.kill(0)
             world.heal(wake=fate != "never")
+
+
+def a_limit_of_now_is_not_never(code: Code) -> None:
+    """Rule 10: a prompt beyond what a prefiller takes at once follows the policy, here local."""
+    world = connected(13, code, max_open_attempts=1)
+    world.prefill_nodes[0].stuck = True
+    first, second = world.submit(5), world.submit(5)
+    ends(world, second, within=1.0)
+    assert second.ended == "local", second.ended
+    world.prefill_nodes[0].stuck = False
+    ends(world, first, within=2.0)
+    assert first.ended == "ready"
+    world.heal()
+
+
+def what_the_engine_refuses_is_told(code: Code) -> None:
+    """Rule 10: what the prefiller's engine can never compute comes back as a refusal."""
+    world = connected(14, code)
+    world.prefill_nodes[0].refuses = True
+    client = world.submit(5)
+    ends(world, client, within=1.0)
+    assert client.ended == "fail" and "no such token" in world.failures[0], world.failures
+    world.prefill_nodes[0].refuses = False
+    after = world.submit(5)
+    ends(world, after, within=2.0)
+    assert after.ended == "ready"
+    world.heal()
+
+
+class Stranger:
+    """A peer of a prefiller that says what it likes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.transfer = FakeTransfer(world.network, "stranger")
+        self.target = np.zeros(256, np.uint8)
+        memory = Memory(address=self.target.ctypes.data, nbytes=self.target.nbytes)
+        self.region = self.transfer.register(memory)
+        self.peer = self.transfer.connect(*world.prefill_nodes[0].address)
+
+    def hello(self, role: Role, **changes) -> Hello:
+        hello = Hello(
+            epoch=5_000_000,
+            role=role,
+            identity=None if role == Role.PROBE else IDENTITY,
+            num_pages=8,
+            num_tail_slots=2,
+            max_prompt_tokens=0,
+            kv_regions=() if role == Role.PROBE else (self.region.descriptor,),
+            tail_region=self.region.descriptor,
+        )
+        return msgspec.structs.replace(hello, **changes)
+
+    def hear(self, *messages: Message) -> list[object]:
+        """What comes back when these are said."""
+        for message in messages:
+            self.transfer.send(self.peer, encode(message))
+        self.world.run_fairly(0.3, tick=0.1)
+        return [
+            decode(event.data) if isinstance(event, MessageReceived) else event
+            for event in self.transfer.poll(0)
+        ]
+
+
+def probe_is_served(code: Code) -> None:
+    """A node without a model proves the path: so many writes of such a size, and no more."""
+    world = connected(15, code)
+    probe = Stranger(world)
+    assert any(type(m).__name__ == "Hello" for m in probe.hear(probe.hello(Role.PROBE)))
+    probe.transfer.expect(probe.peer, 7, 4)
+    probe.target[:] = 0xEE
+    wanted = ProbeRequest(attempt_id=1, page_bytes=32, num_pages=4, imm=7)
+    assert ImmReached(imm=7) in probe.hear(wanted)
+    assert (probe.target[:128] == 0).all() and (probe.target[128:] == 0xEE).all()
+    for changes in (
+        {"page_bytes": 0},
+        {"page_bytes": 1 << 30},
+        {"num_pages": 0},
+        {"num_pages": 1 << 31},
+        {"num_pages": 9},
+        {"imm": 0},
+    ):
+        answers = probe.hear(msgspec.structs.replace(wanted, **changes))
+        assert [type(m).__name__ for m in answers if "Heartbeat" not in type(m).__name__] == [
+            "PrefillRejected"
+        ], answers
+    served = world.submit(5)
+    ends(world, served, within=2.0)
+    assert served.ended == "ready"
+
+
+def forged_messages_end_one_connection(code: Code) -> None:
+    """Whatever a peer says ends its own connection or attempt at most; others are served."""
+    request = PrefillRequest(
+        attempt_id=1,
+        token_ids=(1, 2, 3, 4, 5),
+        page_indices=(0, 1),
+        num_held_pages=0,
+        tail_slot=0,
+        imm=3,
+        expected_count=2 * NUM_LAYERS + 1,
+        destination_rank=0,
+    )
+    change = msgspec.structs.replace
+    conversations: list[tuple[Role, dict, tuple[Message, ...]]] = [
+        (Role.DECODER, {}, (change(request, page_indices=(0, 8)),)),
+        (Role.DECODER, {}, (change(request, page_indices=(0, 0)),)),
+        (Role.DECODER, {}, (change(request, page_indices=(0,)),)),
+        (Role.DECODER, {}, (change(request, tail_slot=2),)),
+        (Role.DECODER, {}, (change(request, imm=0),)),
+        (Role.DECODER, {}, (change(request, expected_count=3),)),
+        (Role.DECODER, {}, (change(request, num_held_pages=3),)),
+        (Role.DECODER, {}, (change(request, destination_rank=1),)),
+        (Role.DECODER, {}, (change(request, token_ids=(1,)),)),
+        (Role.DECODER, {}, (change(request, attempt_id=2**64 - 1),)),
+        (Role.DECODER, {}, (request, request)),
+        (Role.DECODER, {}, (Cancel(attempt_id=2**64 - 1),)),
+        (Role.DECODER, {}, (CancelAck(attempt_id=1, posted=1, finished=False),)),
+        (Role.DECODER, {"num_pages": 2**32 - 1, "num_tail_slots": 2**32 - 1}, (request,)),
+        (Role.DECODER, {"kv_regions": ()}, (request,)),
+        (Role.DECODER, {"kv_regions": (b"?",), "tail_region": b"?"}, (request,)),
+        (Role.DECODER, {"identity": None}, (request,)),
+        (Role.DECODER, {"num_pages": 0}, (request,)),
+        (Role.PREFILLER, {}, (request,)),
+        (Role.PROBE, {}, (request,)),
+    ]
+    world = connected(16, code)
+    for role, changes, messages in conversations:
+        stranger = Stranger(world)
+        stranger.hear(stranger.hello(role, **changes), *messages)
+        world.run_fairly(0.5)
+        served = world.submit(5)
+        ends(world, served, within=2.0)
+        assert served.ended == "ready", f"{role} {changes} {messages}: {world.failures}"
+        stranger.transfer.kill()
+    stuck = world.prefill_nodes[0]
+    for posted in (10**9, None):
+        stuck.stuck = True
+        client = world.submit(8)
+        world.run_fairly(0.3)
+        [attempt] = world.decode_node.messenger._attempts.values()
+        attempt_id = world.decode_node.messenger._attempt_id(attempt)
+        forged = PrefillFailed(attempt_id=attempt_id, why="forged", posted=posted)
+        event = MessageReceived(peer=attempt.peer, data=encode(forged))
+        world.decode_node.transfer.events.append(event)
+        ends(world, client, within=2.0)
+        stuck.stuck = False
+        world.run_fairly(1.0)
+    world.heal()
 
 
 def garbage_ends_the_connection_alone(code: Code) -> None:
@@ -406,5 +572,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     unknown_cancels_are_harmless,
     cancelled_while_stopped,
     garbage_ends_the_connection_alone,
+    a_limit_of_now_is_not_never,
+    what_the_engine_refuses_is_told,
+    probe_is_served,
+    forged_messages_end_one_connection,
     chaos,
 )

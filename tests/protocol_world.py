@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from disagg.messenger.messages import Identity, PrefillRequest, ProtocolError, R
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Prefillers
+from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Memory
 from tests.adversarial import Connection, FakeTransfer, Network, Write
 
@@ -44,9 +45,7 @@ PAGE_SIZE = 3
 NUM_LAYERS = 3
 FREED = 0xEE
 VOCAB_SIZE = 1000
-CONFIG = MessengerConfig(
-    heartbeat_interval=0.5, peer_timeout=2.0, request_timeout=10.0, reconnect_interval=0.2
-)
+CONFIG = MessengerConfig(peer_timeout=2.0, request_timeout=10.0, reconnect_interval=0.2)
 IDENTITY = Identity(
     model_fingerprint="toy",
     dtype="uint8",
@@ -68,6 +67,7 @@ class Code:
     prefiller: type = PrefillerMessenger
     decoder: type = DecoderMessenger
     prefillers: type = Prefillers
+    imm_counter: type = ImmCounter
 
 
 def kv_byte(tokens: tuple[int, ...], layer: int, position: int) -> int:
@@ -174,7 +174,8 @@ class PrefillNode:
 
     def __init__(self, world: World, address: tuple[str, int], epoch: int) -> None:
         self.world, self.address, self.rng = world, address, world.rng
-        self.transfer = FakeTransfer(world.network, f"prefiller {address} {epoch}")
+        name = f"prefiller {address} {epoch}"
+        self.transfer = FakeTransfer(world.network, name, world.code.imm_counter)
         self.storage = Storage(self.transfer, num_pages=world.prefill_pages, num_slots=2)
         self.inbox: list[EngineEvent] = []
         self.jobs: dict[int, Job] = {}
@@ -182,6 +183,7 @@ class PrefillNode:
         self.chunks: list[PrefillChunk] | None = None
         self.layer = 0
         self.stuck = False
+        self.refuses = False
         memory = self.storage.memory
         self.messenger = world.code.prefiller(
             transfer=self.transfer,
@@ -192,11 +194,10 @@ class PrefillNode:
                 identity=world.prefiller_identity,
                 max_prompt_tokens=100,
             ),
-            vocab_size=VOCAB_SIZE,
-            config=CONFIG,
+            config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=world.clock,
             read_counter=lambda: self.counter,
-            post=self.inbox.append,
+            post=self.take,
         )
         self.transfer.listen(*address)
 
@@ -213,6 +214,12 @@ class PrefillNode:
         elif not self.stuck:
             found.append(self.start_step)
         return found
+
+    def take(self, event: EngineEvent) -> None:
+        """What the real engine's `post` does."""
+        if self.refuses and isinstance(event, StartPrefill):
+            raise ValueError("no such token")
+        self.inbox.append(event)
 
     def drain(self) -> None:
         """Between steps, as the real engine does."""
@@ -293,7 +300,7 @@ class DecodeNode:
 
     def __init__(self, world: World, epoch: int) -> None:
         self.world, self.rng = world, world.rng
-        self.transfer = FakeTransfer(world.network, "decoder")
+        self.transfer = FakeTransfer(world.network, "decoder", world.code.imm_counter)
         self.storage = Storage(self.transfer, num_pages=world.decode_pages, num_slots=3)
         self.inbox: list[EngineEvent] = []
         self.waiting: list[Client] = []
@@ -304,13 +311,6 @@ class DecodeNode:
         memory = self.storage.memory
         hello = memory.hello(
             epoch=epoch, role=Role.DECODER, identity=IDENTITY, max_prompt_tokens=100
-        )
-        config = MessengerConfig(
-            heartbeat_interval=CONFIG.heartbeat_interval,
-            peer_timeout=CONFIG.peer_timeout,
-            request_timeout=CONFIG.request_timeout,
-            reconnect_interval=CONFIG.reconnect_interval,
-            on_failure=world.on_failure,
         )
         self.messenger = world.code.decoder(
             transfer=self.transfer,
@@ -325,7 +325,7 @@ class DecodeNode:
                 clock=world.clock,
                 on_link=lambda address, ready, why: world.links.append((address, ready, why)),
             ),
-            config=config,
+            config=replace(CONFIG, on_failure=world.on_failure),
             clock=world.clock,
             post=self.inbox.append,
         )
@@ -457,6 +457,7 @@ class World:
         prefill_pages: int = 12,
         decode_pages: int = 16,
         prefiller_identity: Identity = IDENTITY,
+        max_open_attempts: int = 1024,
         code: Code | None = None,
     ) -> None:
         self.rng = random.Random(seed)
@@ -464,6 +465,7 @@ class World:
         self.on_failure = on_failure
         self.prefill_pages, self.decode_pages = prefill_pages, decode_pages
         self.prefiller_identity = prefiller_identity
+        self.max_open_attempts = max_open_attempts
         self.code = code or Code()
         self.network = Network(self.rng)
         self.network.on_write_lands = self.check_write
@@ -587,11 +589,11 @@ class World:
             message = decode(data)
         except ProtocolError:
             return  # a scenario forges it
-        if isinstance(message, PrefillRequest):
+        if isinstance(message, PrefillRequest) and conn.ends[end] is self.decode_node.transfer:
             pages = message.page_indices
             assert all(imm != message.imm for _, imm in self.asked), f"imm {message.imm} reused"
             self.asked[id(conn), message.imm] = Asked(
-                attempt=message.attempt & 0xFFFFFFFF,
+                attempt=message.attempt_id & 0xFFFFFFFF,
                 pages=set(pages),
                 held=set(pages[: message.num_held_pages]),
                 slot=message.tail_slot,
@@ -600,6 +602,8 @@ class World:
     def check_write(self, write: Write) -> None:
         """As a write lands: is the place still the attempt's, is the source still the job's?"""
         writer, reader = write.conn.ends, self.decode_node
+        if reader.transfer not in writer:
+            return  # into a stranger's memory
         source_node = next(n for n in self.prefill_nodes if n.transfer in writer)
         asked = self.asked[id(write.conn), write.imm]
         layout, held = reader.storage.layout, reader.storage

@@ -427,6 +427,16 @@ def test_a_peer_that_passes_something_else_than_memory_is_lost(world, impostor):
     assert "announced memory of 0 bytes" in fate(world, impostor, node)
 
 
+def test_a_peer_that_could_shrink_its_memory_is_lost(world, impostor):
+    node = world.node()
+    impostor.dial(node)
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    impostor.introduce([[4096, 0, 4096]], [fd])
+    assert "could shrink" in fate(world, impostor, node)
+    os.close(fd)
+
+
 @pytest.mark.parametrize("missing", ["lease", "region", "all"])
 def test_a_peer_that_passes_too_few_descriptors_is_lost(world, impostor, missing):
     node = world.node()

@@ -17,13 +17,15 @@ from types import ModuleType
 import pytest
 
 import disagg.messenger
+import disagg.transfer
 from tests.protocol_scenarios import SCENARIOS
 from tests.protocol_world import Code
 
-PACKAGE = Path(disagg.messenger.__file__).parent
+PACKAGES = (Path(disagg.messenger.__file__).parent, Path(disagg.transfer.__file__).parent)
 
 #: Import order: each module only needs those before it.
 MODULES = (
+    "imm_counter",
     "messages",
     "node_memory",
     "sharding",
@@ -56,8 +58,14 @@ VARIANTS = (
     Variant(
         "1: an answer names the whole attempt id",
         "decoder",
-        "self._attempt_id(attempt) == message.attempt",
-        "attempt.fetch.attempt == message.attempt & 0xFFFFFFFF",
+        "self._attempt_id(attempt) == message.attempt_id",
+        "attempt.fetch.attempt == message.attempt_id & 0xFFFFFFFF",
+    ),
+    Variant(
+        "1: an imm counts from the asked peer alone",
+        "imm_counter",
+        "if expectation is not None and expectation.peer == peer:",
+        "if expectation is not None:",
     ),
     Variant("1: an imm is never used twice", "decoder", "self._next_imm += 1", "pass"),
     Variant("2: what differs is refused", "messages", "if mine != other:", "if False:"),
@@ -173,7 +181,7 @@ VARIANTS = (
     Variant(
         "7: the tail carries the id",
         "layer_writer",
-        "self._memory.write_attempt_id(chunk.tail_slot, request.attempt)",
+        "self._memory.write_attempt_id(chunk.tail_slot, request.attempt_id)",
         "pass",
     ),
     Variant(
@@ -202,9 +210,21 @@ VARIANTS = (
         "key=lambda p: (-p.num_failures, p.num_attempts)",
     ),
     Variant(
+        "10: a limit of now is no refusal for ever",
+        "prefiller",
+        "permanent = why is not None",
+        "permanent = True",
+    ),
+    Variant(
+        "10: the engine's refusal is passed on",
+        "prefiller",
+        "except ValueError as error:",
+        "except KeyError as error:",
+    ),
+    Variant(
         "10: what never fits is refused by the decoder",
         "prefillers",
-        "permanent=True",
+        "permanent=everyone",
         "permanent=False",
     ),
     Variant(
@@ -262,6 +282,12 @@ VARIANTS = (
         "                for chunk in step.chunks[:1]:\n",
     ),
     Variant(
+        "a probe gets what it asked for and no more",
+        "admission",
+        "if not 0 < probe.num_pages <= limit:",
+        "if False:",
+    ),
+    Variant(
         "ended tickets are settled before anything is withdrawn",
         "prefiller",
         "self._writer.settle(event for event in events if isinstance(event, WritesEnded))\n"
@@ -275,7 +301,8 @@ VARIANTS = (
 
 def load(variant: Variant) -> Code:
     """A fresh copy of the package with the variant's text in place, then the real one put back."""
-    names = {f"disagg.messenger.{module}": PACKAGE / f"{module}.py" for module in MODULES}
+    paths = [p / f"{name}.py" for name in MODULES for p in PACKAGES if (p / f"{name}.py").exists()]
+    names = {f"disagg.{path.parent.name}.{path.stem}": path for path in paths}
     real: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
     try:
         for name in names:
@@ -294,6 +321,7 @@ def load(variant: Variant) -> Code:
             prefiller=sys.modules["disagg.messenger.prefiller"].PrefillerMessenger,
             decoder=sys.modules["disagg.messenger.decoder"].DecoderMessenger,
             prefillers=sys.modules["disagg.messenger.prefillers"].Prefillers,
+            imm_counter=sys.modules["disagg.transfer.imm_counter"].ImmCounter,
         )
     finally:
         sys.modules.update(real)

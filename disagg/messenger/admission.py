@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for
 from disagg.messenger.messages import (
-    MAX_IMM,
     Hello,
     HelloRefused,
     PrefillRequest,
@@ -20,6 +19,7 @@ from disagg.messenger.messages import (
     first_difference,
 )
 from disagg.messenger.sharding import Slice, expected_count
+from disagg.transfer.bounds import MAX_IMM
 
 #: Most pages a probe may ask for, and most bytes.
 MAX_PROBE_PAGES = 65536
@@ -30,7 +30,7 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> HelloRefu
     """Why this pair cannot work, or None. A ProtocolError if their Hello contradicts itself."""
     if theirs.role not in accepts:
         return HelloRefused(field="role", ours=ours.role, theirs=theirs.role)
-    if theirs.role is Role.PROBE:
+    if theirs.role == Role.PROBE:
         return None
     if ours.identity is None or theirs.identity is None:
         raise ProtocolError(f"a {theirs.role} says which model it holds; got a Hello without")
@@ -65,7 +65,6 @@ def request_problem(
     *,
     ours: Hello,
     theirs: Hello,
-    vocab_size: int,
     num_layers: int,
     slices: Sequence[Slice],
 ) -> str | None:
@@ -74,8 +73,6 @@ def request_problem(
     num_tokens, pages = len(request.token_ids), request.page_indices
     if num_tokens < 2:
         return f"a prompt of {num_tokens} tokens leaves nothing to prefill; expected at least 2"
-    if not all(0 <= token < vocab_size for token in request.token_ids):
-        return f"token ids must lie in 0..{vocab_size - 1}"
     too_long = fits(ours, num_tokens)
     if too_long is not None:
         return too_long

@@ -226,7 +226,7 @@ class DecoderMessenger:
         chosen.num_attempts += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
         request = PrefillRequest(
-            attempt=self._attempt_id(attempt),
+            attempt_id=self._attempt_id(attempt),
             token_ids=fetch.token_ids,
             page_indices=fetch.page_indices,
             num_held_pages=fetch.num_held_pages,
@@ -241,7 +241,7 @@ class DecoderMessenger:
         attempt.move(AttemptState.CANCELLING)
         # An answer is due by the attempt's age or, if that is near, after one peer_timeout.
         attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)
-        self._send(attempt.peer, Cancel(attempt=self._attempt_id(attempt)))
+        self._send(attempt.peer, Cancel(attempt_id=self._attempt_id(attempt)))
 
     def _on_deadline(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.REQUESTED:
@@ -289,8 +289,8 @@ class DecoderMessenger:
                 raise ProtocolError(f"{type(message).__name__} is nothing a prefiller says")
 
     def _on_answer(self, peer: Peer, message: PrefillRejected | PrefillFailed | CancelAck) -> None:
-        attempt = self._attempts.get(message.attempt & 0xFFFFFFFF)
-        ours = attempt is not None and self._attempt_id(attempt) == message.attempt
+        attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
+        ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
         if attempt is None or not ours or attempt.peer != peer:
             return  # it ended before the answer came
         if attempt.state is AttemptState.FENCING:

@@ -140,7 +140,7 @@ class LayerWriter:
     def open(self, attempt: Attempt) -> None:
         """Take an attempt whose job the engine will compute."""
         self._jobs[attempt.job] = attempt
-        attempt.link.attempts[attempt.request.attempt] = attempt
+        attempt.link.attempts[attempt.request.attempt_id] = attempt
 
     def add_step(self, step: Step) -> None:
         """A step was scheduled. Steps come in the order of their bases."""
@@ -201,7 +201,7 @@ class LayerWriter:
             return
         assert chunk.tail_slot is not None, f"the last chunk of job {chunk.job} has no tail slot"
         request, tail = attempt.request, self._memory.tail
-        self._memory.write_attempt_id(chunk.tail_slot, request.attempt)
+        self._memory.write_attempt_id(chunk.tail_slot, request.attempt_id)
         try:
             ticket = self._transfer.write(
                 attempt.link.peer,
@@ -233,10 +233,11 @@ class LayerWriter:
                 continue
             num_writes = attempt.open_tickets.pop(event.ticket)
             posted = num_writes if isinstance(event, WritesDone) else event.posted
-            if isinstance(event, TransferFailed) and attempt.state is AttemptState.STOPPED:
-                posted = None  # what the decoder was told to wait for may never be counted
-            if attempt.state is not AttemptState.STOPPED or posted is None:
+            if attempt.state is not AttemptState.STOPPED:
                 attempt.add_posted(posted)
+            elif isinstance(event, TransferFailed):
+                # `stop` has told the decoder how many to wait for; that is not true any more.
+                attempt.add_posted(None)
             earlier = touched.get(attempt.job, (attempt, None))[1]
             why = event.why if isinstance(event, TransferFailed) else None
             touched[attempt.job] = (attempt, earlier or why)
@@ -273,5 +274,5 @@ class LayerWriter:
             return
         attempt.move(AttemptState.GONE)
         del self._jobs[attempt.job]
-        del attempt.link.attempts[attempt.request.attempt]
+        del attempt.link.attempts[attempt.request.attempt_id]
         self._post(ReleasePrefill(job=attempt.job))

@@ -3,10 +3,10 @@
     decoder                                        prefiller
       Hello ------------------------------------------->  compare
       <------------------- Hello, or HelloRefused(field)
-      PrefillRequest(attempt, pages, imm, count) ------>  queue, compute
+      PrefillRequest(id, pages, imm, count) -- ------>  queue, compute
       <============ one-sided writes, each with imm =====
       <-- nothing more; or PrefillRejected, PrefillFailed
-      Cancel(attempt) --------------------------------->  stop posting
+      Cancel(id) -------------------------------------->  stop posting
       <------------------------------- CancelAck(posted)
       Heartbeat <-------------------------------------->  Heartbeat
 
@@ -25,12 +25,10 @@ import msgspec
 #: First byte of every message. Raise it with any change of a struct below.
 PROTOCOL_VERSION = 1
 
-#: Largest value of an immediate, in verbs an unsigned 32-bit integer.
-MAX_IMM = 0xFFFFFFFF
 
-
-#: What no honest peer makes negative.
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+#: Bounded on arrival, so that no peer can make an offset overflow.
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ProtocolError(Exception):
@@ -72,12 +70,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     region. `max_prompt_tokens` is the longest prompt the sender's model may see.
     """
 
-    epoch: Natural
+    epoch: U64
     role: Role
     identity: Identity | None
-    num_pages: Natural
-    num_tail_slots: Natural
-    max_prompt_tokens: Natural
+    num_pages: U32
+    num_tail_slots: U32
+    max_prompt_tokens: U32
     kv_regions: tuple[bytes, ...]
     tail_region: bytes
 
@@ -103,20 +101,20 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `expected_count` of them. `destination_rank` is the decoder's data-parallel rank.
     """
 
-    attempt: Natural
-    token_ids: tuple[Natural, ...]
-    page_indices: tuple[Natural, ...]
-    num_held_pages: Natural
-    tail_slot: Natural
-    imm: Natural
-    expected_count: Natural
-    destination_rank: Natural
+    attempt_id: U64
+    token_ids: tuple[U32, ...]
+    page_indices: tuple[U32, ...]
+    num_held_pages: U32
+    tail_slot: U32
+    imm: U32
+    expected_count: U32
+    destination_rank: U32
 
 
 class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nothing was or will be posted. `permanent`: it can never work here; else: not now."""
 
-    attempt: Natural
+    attempt_id: U64
     permanent: bool
     why: str
 
@@ -124,22 +122,26 @@ class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The count will not be reached. Sent after posting has stopped."""
 
-    attempt: Natural
+    attempt_id: U64
     why: str
-    posted: Natural | None
+    posted: U32 | None
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop posting for this attempt and say how much was posted."""
 
-    attempt: Natural
+    attempt_id: U64
 
 
 class CancelAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Cancel, after posting has stopped. `finished`: all `expected_count` were posted."""
+    """Answer to Cancel, after posting has stopped.
 
-    attempt: Natural
-    posted: Natural | None
+    `finished`: this attempt is over here; all `expected_count` were posted, unless its end was told
+    in a message before this one.
+    """
+
+    attempt_id: U64
+    posted: U32 | None
     finished: bool
 
 
@@ -156,10 +158,10 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a probe: write `num_pages` times `page_bytes` into my tail region, each with `imm`."""
 
-    attempt: Natural
-    page_bytes: Natural
-    num_pages: Natural
-    imm: Natural
+    attempt_id: U64
+    page_bytes: U32
+    num_pages: U32
+    imm: U32
 
 
 Message = (

@@ -69,7 +69,6 @@ class PrefillerMessenger:
         transfer: TransferEngine,
         memory: NodeMemory,
         hello: Hello,
-        vocab_size: int,
         config: MessengerConfig,
         clock: Callable[[], float],
         read_counter: Callable[[], int],
@@ -78,7 +77,6 @@ class PrefillerMessenger:
         self._transfer = transfer
         self._memory = memory
         self._hello = hello
-        self._vocab_size = vocab_size
         self._config = config
         self._post = post
         self._liveness = Liveness(
@@ -188,36 +186,40 @@ class PrefillerMessenger:
         self._send(peer, self._hello)
 
     def _on_request(self, peer: Peer, link: Link, request: PrefillRequest) -> None:
-        if request.attempt in link.attempts:
-            raise ProtocolError(f"attempt {request.attempt:#x} was asked for twice")
+        if link.hello.role != Role.DECODER:
+            raise ProtocolError(f"a {link.hello.role} has no pages to fill")
+        if request.attempt_id in link.attempts:
+            raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
         why = request_problem(
             request,
             ours=self._hello,
             theirs=link.hello,
-            vocab_size=self._vocab_size,
             num_layers=self._memory.layout.num_layers,
             slices=link.slices,
         )
         permanent = why is not None
         if why is None and len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"
+        if why is None:
+            job, self._next_job = self._next_job, self._next_job + 1
+            try:
+                self._post(StartPrefill(job=job, token_ids=request.token_ids))
+            except ValueError as error:  # the engine's own word on what it can never compute
+                permanent, why = True, str(error)
+            else:
+                self._writer.open(Attempt(link=link, request=request, job=job))
         if why is not None:
-            rejected = PrefillRejected(attempt=request.attempt, permanent=permanent, why=why)
-            self._send(peer, rejected)
-            return
-        attempt = Attempt(link=link, request=request, job=self._next_job)
-        self._next_job += 1
-        self._writer.open(attempt)
-        self._post(StartPrefill(job=attempt.job, token_ids=request.token_ids))
+            attempt_id = request.attempt_id
+            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=permanent, why=why))
 
     def _on_cancel(self, peer: Peer, link: Link, cancel: Cancel) -> None:
-        attempt = link.attempts.get(cancel.attempt)
+        attempt = link.attempts.get(cancel.attempt_id)
         if attempt is None:
             # Everything was posted and completed (or the end was told before, and this crossed it).
-            ack = CancelAck(attempt=cancel.attempt, posted=None, finished=True)
+            ack = CancelAck(attempt_id=cancel.attempt_id, posted=None, finished=True)
         else:
             self._writer.stop(attempt)
-            ack = CancelAck(attempt=cancel.attempt, posted=attempt.posted, finished=False)
+            ack = CancelAck(attempt_id=cancel.attempt_id, posted=attempt.posted, finished=False)
         self._send(peer, ack)
 
     def _on_probe(self, peer: Peer, link: Link, probe: ProbeRequest) -> None:
@@ -239,13 +241,14 @@ class PrefillerMessenger:
             except TransferError as error:
                 why = str(error)
         if why is not None:
-            self._send(peer, PrefillRejected(attempt=probe.attempt, permanent=True, why=why))
+            self._send(peer, PrefillRejected(attempt_id=probe.attempt_id, permanent=True, why=why))
 
     def _on_attempt_failed(self, attempt: Attempt, why: str) -> None:
         """Rule 6: a write that will not come becomes a message, or the decoder waits in vain."""
-        number = attempt.request.attempt
-        logger.warning("attempt %#x failed: %s", number, why)
-        self._send(attempt.link.peer, PrefillFailed(attempt=number, why=why, posted=attempt.posted))
+        attempt_id = attempt.request.attempt_id
+        logger.warning("attempt %#x failed: %s", attempt_id, why)
+        failed = PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
+        self._send(attempt.link.peer, failed)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         self._liveness.drop(event.peer)

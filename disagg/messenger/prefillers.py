@@ -7,7 +7,6 @@ DOWN --connect--> GREETING --Hello fits--> READY
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +15,6 @@ from disagg.messenger.admission import fits, refusal
 from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
 from disagg.messenger.sharding import Slice, plan_slices
 from disagg.transfer.interface import Peer, TransferEngine
-
-logger = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 
@@ -40,7 +37,7 @@ class Prefiller:
 
 @dataclass(frozen=True, kw_only=True)
 class NoPrefiller:
-    """Why no prefiller can take a prompt. `permanent`: those connected could never take it."""
+    """Why no prefiller can take a prompt. `permanent`: none of all there are could ever take it."""
 
     why: str
     permanent: bool
@@ -90,14 +87,15 @@ class Prefillers:
         problems = [fits(p.hello, num_tokens) for p in ready if p.hello is not None]
         able = [p for p, problem in zip(ready, problems, strict=True) if problem is None]
         if not able:
-            return NoPrefiller(why=next(filter(None, problems)), permanent=True)
+            everyone = len(ready) == len(self._prefillers)
+            return NoPrefiller(why=next(filter(None, problems)), permanent=everyone)
         return min(able, key=lambda p: (p.num_failures, p.num_attempts))
 
     def greet(self, peer: Peer, hello: Hello) -> HelloRefused | None:
         """A prefiller answered with its Hello: READY, or why the pair cannot work."""
         prefiller = self._by_peer(peer)
         if prefiller is None or prefiller.hello is not None:
-            raise ProtocolError("a second Hello on one connection")
+            raise ProtocolError("a Hello that nobody waits for")
         refused = refusal(self._hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
             return refused

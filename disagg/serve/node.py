@@ -200,7 +200,6 @@ class Node:
                 transfer=transfer,
                 memory=memory,
                 hello=hello,
-                vocab_size=self.model_config.vocab_size,
                 config=config,
                 clock=clock,
                 read_counter=self._counter.read,

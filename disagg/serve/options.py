@@ -134,7 +134,6 @@ def node_settings(
         for field in fields(MessengerConfig)
         if hasattr(arguments, field.name)
     }
-    given["heartbeat_interval"] = min(0.5, arguments.peer_timeout / 4)
     try:
         cache = CacheConfig(
             num_pages=arguments.num_pages,

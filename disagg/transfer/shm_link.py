@@ -13,6 +13,7 @@ reached means another host or network namespace. Copying and counting are the en
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import socket
@@ -172,7 +173,7 @@ class ShmLink:
         except OSError as error:
             raise LinkError(
                 f"cannot reach the peer's Unix socket ({error.strerror}): it is not on the same"
-                " host or not in the same network namespace; use the tcp or verbs transport"
+                " host or not in the same network namespace; start both nodes on one"
             ) from error
         if (uid := _uid_of(unix)) != os.getuid():
             raise LinkError(f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}")
@@ -300,6 +301,12 @@ def _map_region(fd: int, extent: Extent) -> Bytes:
             f"the peer announced memory of {extent.file_bytes} bytes and passed a descriptor of"
             f" {status.st_size} bytes"
         )
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        sealed = False
+    if not sealed:
+        raise LinkError("the peer passed memory that it could shrink; expected a sealed memfd")
     if not 0 <= extent.fd_offset < end <= extent.file_bytes:
         raise LinkError(f"the peer announced a region outside its memory: {extent}")
     with SharedMemory(extent.file_bytes, fd=os.dup(fd)) as memory:
