@@ -1,6 +1,6 @@
 """What a client asks for, and how a request can end.
 
-Frozen data. How far a request has come is the engine's business (`engine/scheduler.py`); how its
+Frozen data. How far a request has come is the engine's business (`engine/sequence.py`); how its
 KV travels is the messenger's.
 """
 
@@ -33,8 +33,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt as token ids. `label` is the client's name for it: shown, never used as a key."""
+    """One prompt as token ids."""
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    label: str = ""

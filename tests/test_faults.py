@@ -417,38 +417,43 @@ def test_what_arrives_is_what_was_computed(model, oracle, starved, kv_layout):
     if starved:
         hold["make_transfer"] = lambda: HeldShm(before_poll=lambda: time.sleep(0.05))
     with pair(model, max_batch_tokens=P, kv_layout=kv_layout, hold_prefiller=hold) as nodes:
-        sources, destinations = record_pages(nodes)
+        places = record_places(nodes)
         assert tokens_of(ask(nodes.decoder, prompt, 1)) == oracle(prompt, 1)
         nodes.wait_for_balance()
+        (sent, tail), (fetched, slot) = places["sent"], places["fetched"]
         axis = 2 if kv_layout == "HND" else 1
-        for page, (source, destination) in enumerate(zip(*sources, *destinations, strict=True)):
+        for page, (source, destination) in enumerate(zip(sent, fetched, strict=True)):
             # Positions 0..12 travel; on the last page the decoder has added position 13.
             count = min(P, 13 - P * page)
             for ours, theirs in zip(
                 nodes.prefiller._kv_cache.layers, nodes.decoder._kv_cache.layers, strict=True
             ):
-                sent = ours[source].narrow(axis, 0, count)
-                assert sent.abs().min() > 0
-                assert sent.equal(theirs[destination].narrow(axis, 0, count))
+                kv = ours[source].narrow(axis, 0, count)
+                assert kv.abs().min() > 0
+                assert kv.equal(theirs[destination].narrow(axis, 0, count))
+        hidden = nodes.prefiller._kv_cache.tail_hidden(tail)
+        assert hidden.abs().min() > 0
+        assert hidden.equal(nodes.decoder._kv_cache.tail_hidden(slot))
 
 
-def record_pages(nodes):
-    """Lists that get the page lists of each prompt on the prefiller and on the decoder."""
-    sources, destinations = [], []
+def record_places(nodes):
+    """Will hold the pages and the tail slot of a prompt, where it is sent from and fetched to."""
+    places = {}
     on_step = nodes.prefiller._messenger.on_step_scheduled
     on_fetch = nodes.decoder._messenger.on_fetch
 
     def step(base, chunks):
-        sources.extend(chunk.page_indices for chunk in chunks if chunk.is_last)
+        if chunks[0].is_last:
+            places["sent"] = chunks[0].page_indices, chunks[0].tail_slot
         on_step(base, chunks)
 
     def fetch(fetch):
-        destinations.append(fetch.page_indices)
+        places["fetched"] = fetch.page_indices, fetch.tail_slot
         on_fetch(fetch)
 
     nodes.prefiller._messenger.on_step_scheduled = step
     nodes.decoder._messenger.on_fetch = fetch
-    return sources, destinations
+    return places
 
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]

@@ -139,8 +139,11 @@ class Engine:
             self._inbox.put(event)
 
     def stats(self) -> EngineStats:
-        """A look from any thread; exact when nothing is going on. Resources are freed before the
-        output that ends a request is delivered, so after the last one all is back."""
+        """A look from any thread; exact when nothing is going on.
+
+        What a request owns is freed before its last output is delivered, but for the pages of a
+        cancelled or failed attempt: they come back when nothing can land in them any more.
+        """
         return EngineStats(
             free_pages=self._scheduler.pages.num_free,
             free_tail_slots=self._scheduler.slots.num_free,
@@ -236,7 +239,7 @@ class Engine:
             (sequence, self._after_span(sequence, span, tokens))
             for sequence, span, tokens in zip(step.sequences, step.spans, sampled, strict=True)
         ]
-        # Everything is freed by now, so a client that sees its end sees the balance restored.
+        # What they owned is free by now, so a client that sees its end sees the balance restored.
         for sequence, kept in outputs:
             if kept:
                 self._deliver(sequence.number, kept, sequence.finish)
@@ -249,7 +252,7 @@ class Engine:
             if sequence.num_pending == 0:
                 self._scheduler.hold(sequence)
             return []
-        # The step that has just ended was the only one to read a fetched tail.
+        # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
         kept = sequence.accept(sampled)
         if sequence.finish is not None:

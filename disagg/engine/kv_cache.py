@@ -82,7 +82,7 @@ class KVCache:
 
 
 class LayerCounter:
-    """How many layers this node has ever finished: one 64-bit word that only grows.
+    """Layers and step ends this node has ever finished: one 64-bit word that only grows.
 
     One thread adds; anybody reads, also another process that maps `memory`. A reader that sees a
     value sees the KV bytes stored before it: both sides are plain aligned stores and loads, which

@@ -1,7 +1,7 @@
 """Who has which page: indices of a fixed pool, handed out and taken back by the engine thread.
 
 Tail slots are handed out by a second allocator of the same kind. What lies in a page is
-`kv_cache.py`; when a page may be given back is decided in `scheduler.py` and `engine.py`.
+`kv_cache.py`; when a page may be given back is decided in `scheduler.py` and `attempts.py`.
 
       allocate(n)
     free ------> owned       by a sequence, or by a failed attempt whose writes may still land

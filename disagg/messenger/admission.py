@@ -29,7 +29,8 @@ MAX_PROBE_BYTES = 1 << 30
 def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> HelloRefused | None:
     """Why this pair cannot work, or None. A ProtocolError if their Hello contradicts itself."""
     if theirs.role not in accepts:
-        return HelloRefused(field="role", ours=ours.role, theirs=theirs.role)
+        wanted = f"{ours.role} for a {' or a '.join(accepts)}"
+        return HelloRefused(field="role", ours=wanted, theirs=theirs.role)
     if theirs.role == Role.PROBE:
         return None
     if ours.identity is None or theirs.identity is None:

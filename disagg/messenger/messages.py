@@ -90,7 +90,10 @@ class HelloRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def text(self, *, received: bool) -> str:
         """For people on the receiving or on the sending node."""
         ours, theirs = (self.theirs, self.ours) if received else (self.ours, self.theirs)
-        return f"{self.field} differs: ours {ours}, theirs {theirs}"
+        return (
+            f"{self.field} differs: ours {ours}, theirs {theirs};"
+            " start both nodes with the same model and flags"
+        )
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

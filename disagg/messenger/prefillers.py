@@ -57,7 +57,7 @@ class Prefillers:
         clock: Callable[[], float],
         on_link: Callable[[Address, bool, str], None],
     ) -> None:
-        self._prefillers = [Prefiller(address=address) for address in addresses]
+        self._prefillers = [Prefiller(address=address) for address in dict.fromkeys(addresses)]
         self._transfer = transfer
         self._hello = hello
         self._layout = layout

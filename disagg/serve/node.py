@@ -66,6 +66,10 @@ class NodeConfig:
     listen: Address | None = None
     prefillers: tuple[Address, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.listen is not None and self.prefillers:
+            raise ValueError("a node either listens or has prefillers, got both")
+
 
 class Node:
     """Starts in its constructor, serves until `close()`.
@@ -121,7 +125,7 @@ class Node:
         if self._engine is None or self.config.listen is not None:
             raise RuntimeError("a prefiller takes requests from decoders only")
         engine = self._engine
-        with self._handles_lock:
+        with self._handles_lock:  # its first output may come before the handle has its place
             number = engine.submit(request)
             handle = RequestHandle(cancel=lambda: engine.cancel(number))
             self._handles[number] = handle
@@ -251,7 +255,7 @@ class Node:
         try:
             body()
         except Exception as error:  # whatever it is, the node ends with its text
-            logger.debug("the %s thread failed", name, exc_info=True)
+            logger.info("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
             self._links.fail(self._failure)

@@ -51,7 +51,7 @@ class Tokenizer:
         if inner.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self._folder} has no chat template; give the prompt as plain"
-                " text"
+                " text (--raw)"
             )
         message = {"role": "user", "content": prompt}
         text = inner.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
