@@ -340,7 +340,7 @@ def test_a_prompt_longer_than_the_prefillers_pool(run, model, expected, on_failu
         ("run_decode.py", ("t3", "--prefill=a:1", "--colocated"), "not allowed with"),
         ("run_decode.py", ("t3", "--max-tokens=0"), "at least 1, got '0'"),
         ("run_decode.py", ("t3", "--on-failure=pray"), "invalid choice: 'pray'"),
-        ("run_decode.py", ("t3", "--peer-timeout=0", "--colocated"), "must be positive"),
+        ("run_decode.py", ("t3", "--peer-timeout=0", "--colocated"), "peer_timeout must be"),
         ("run_prefill.py", ("--listen=127.0.0.1:99999",), "expected HOST:PORT"),
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--page-size=-4"), "at least 1, got '-4'"),
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--dtype=int3"), "invalid choice: 'int3'"),
