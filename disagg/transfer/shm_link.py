@@ -148,6 +148,8 @@ class ShmLink:
         def handler(_events: int) -> None:
             try:
                 step()
+            except BlockingIOError:
+                pass  # readiness of a descriptor that had this number before
             except (LinkError, ValueError) as broken:
                 self._control.close_peer(self.peer, str(broken))
             except OSError as error:
