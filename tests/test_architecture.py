@@ -81,6 +81,7 @@ TESTED_IN = {
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",
     "disagg.transfer.opening": "test_control",
+    "disagg.transfer.sockets": "test_control",
     "disagg.transfer.page_copy": "test_shm",
     "disagg.transfer.shm_link": "test_shm",
 }
