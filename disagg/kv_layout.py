@@ -48,7 +48,7 @@ class KVLayout:
     @property
     def page_shape(self) -> tuple[int, int, int, int]:
         """One page: `[heads, 2, page_size, head_dim]` or `[2, page_size, heads, head_dim]`."""
-        if self.order is PageOrder.HND:
+        if self.order == PageOrder.HND:
             return (self.num_kv_heads, 2, self.page_size, self.head_dim)
         return (2, self.page_size, self.num_kv_heads, self.head_dim)
 

@@ -19,9 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.nodes import DEADLINE_SECONDS, wait_until
+from tests.nodes import wait_until
 
 ROOT = Path(__file__).parents[1]
+
+#: Two of them may import torch one after the other, on a machine with other things to do.
+DEADLINE_SECONDS = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Script:
                 re.search(pattern, self.stdout.read_text()) is not None or self.poll() is not None
             ),
             self._tell,
+            DEADLINE_SECONDS,
         )
         found = re.search(pattern, self.stdout.read_text())
         assert found is not None, f"it ended without {pattern}: {self._tell()}"

@@ -6,11 +6,13 @@
       |        pages, tail slot <=== one-sided writes, imm ============= |
       | <------ KVReady ---------- | count reached, tail id is ours      |
 
-    WAITING --prefiller ready--> REQUESTED --count reached--------------------------> gone (KVReady)
-       |                            |--rejected: nothing was posted----------------> gone
-       |                            |--failed, acked: `posted` is known--> DRAINING --count--> gone
-       '--cancel, no prefiller      |--cancel, too old--> CANCELLING ------^   |
-              --> gone              '--peer lost or of unknown fate --> FENCING --fenced--> gone
+    WAITING --a prefiller is ready--> REQUESTED
+    WAITING --cancelled, or none is ready in time--> GONE
+    REQUESTED --count reached--> GONE (KVReady); --rejected--> GONE (nothing was posted)
+    REQUESTED --failed, `posted` is told--> DRAINING;  --cancelled, too old--> CANCELLING
+    CANCELLING --`posted` is told--> DRAINING;  --whole count reached, rejected--> GONE
+    DRAINING --as much as was posted has arrived--> GONE
+    REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
 Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
 engine hears `KVFailed` at once, so that no client waits for a dead peer. One thread makes every

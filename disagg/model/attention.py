@@ -81,7 +81,7 @@ class TorchPagedAttention:
         self._dtype = dtype
         self._group_size = num_qo_heads // layout.num_kv_heads
         self._pages_shape = (layout.num_pages, *layout.page_shape)
-        tokens_per_row = layout.page_size if layout.order is PageOrder.HND else 1
+        tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
         self._row_elements = tokens_per_row * layout.head_dim
         self._new_k_rows = torch.empty(0, dtype=torch.int64)
         self._new_v_rows = torch.empty(0, dtype=torch.int64)
@@ -189,14 +189,14 @@ class TorchPagedAttention:
     def _token_rows(self, page: Ints, kv: int, head: Ints, offset: Ints) -> Ints:
         """Where a head's K (kv 0) or V (kv 1) of a token is, in rows of `head_dim` elements."""
         page_size, num_kv_heads = self._layout.page_size, self._layout.num_kv_heads
-        if self._layout.order is PageOrder.HND:
+        if self._layout.order == PageOrder.HND:
             return ((page * num_kv_heads + head) * 2 + kv) * page_size + offset
         return ((page * 2 + kv) * page_size + offset) * num_kv_heads + head
 
     def _gather_rows(self, table: Ints, kv: int) -> Ints:
         """Rows of `_row_elements` elements that make up K or V of `[B, num_pages]` page lists."""
         heads, offsets = np.arange(self._layout.num_kv_heads), np.arange(self._layout.page_size)
-        if self._layout.order is PageOrder.HND:
+        if self._layout.order == PageOrder.HND:
             # A head's K of a page is one run of bytes: [B, num_kv_heads, num_pages] of them.
             starts = self._token_rows(table[:, None, :], kv, heads[:, None], offsets[:1])
             return starts // self._layout.page_size
