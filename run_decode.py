@@ -8,14 +8,16 @@ from disagg.serve.exits import interruptible, run_script
 
 
 def main() -> int:
-    """Parse the flags, then load what takes seconds to load."""
+    """Parse the flags, read the prompts, then load what takes seconds to load."""
     from disagg.serve.options import decode_parser
+    from disagg.serve.prompts import read_prompts
 
     arguments = decode_parser().parse_args()
+    prompts = read_prompts(arguments)
     from disagg.serve.commands import answer_prompts
 
     interruptible(verbose=arguments.verbose)
-    return answer_prompts(arguments)
+    return answer_prompts(arguments, prompts)
 
 
 if __name__ == "__main__":

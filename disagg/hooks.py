@@ -84,10 +84,27 @@ class DecodeHooks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransferStats:
+    """What moved for a request: the attempt that succeeded, after `retries` that did not.
+
+    `prefiller` is HOST:PORT. `exposed` is how many seconds passed from the end of the prefiller's
+    last layer until everything had landed here: the messenger's to fill in, once a prefiller tells
+    when that end was; None until then.
+    """
+
+    prefiller: str
+    writes: int
+    bytes: int
+    retries: int
+    exposed: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVReady:
     """Every write of the attempt has landed and its tail carries its id: decode may start."""
 
     attempt: int
+    transfer: TransferStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a client asks for, and how a request can end.
+"""What a client asks for, and what it is answered.
 
 Frozen data. How far a request has come is the engine's business (`engine/sequence.py`); how its
 KV travels is the messenger's.
@@ -7,7 +7,13 @@ KV travels is the messenger's.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
+
+from disagg.hooks import TransferStats
+
+MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -21,14 +27,73 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How output tokens are chosen and when they stop. Greedy for now."""
+    """How output tokens are chosen and when they stop.
+
+    `temperature` 0 takes the likeliest token. Else a token is drawn with the probabilities
+    softmax(logits / temperature), of which the `top_k` largest are kept, and of those the fewest
+    likeliest that sum to `top_p` of them. The draw depends on `seed` and on how many tokens were
+    drawn before, on nothing else; without a seed the engine takes a random one.
+
+    The model's end tokens (unless `ignore_eos`) and `stop_token_ids` end the output and are part of
+    it. `stop` strings end it too; they are found by whoever makes text (`serve/stop_strings.py`).
+    `logprobs` asks for log-probabilities of each chosen token and of that many likeliest ones.
+
+    ValueError names a field that is out of range.
+    """
 
     max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        for name, is_right, expected in (
+            ("max_tokens", _is_whole(self.max_tokens, 1), "a whole number of at least 1"),
+            (
+                "temperature",
+                _is_number(self.temperature) and 0 <= self.temperature < math.inf,
+                "a finite number of at least 0",
+            ),
+            (
+                "top_k",
+                self.top_k is None or _is_whole(self.top_k, 1),
+                "None or a whole number of at least 1",
+            ),
+            (
+                "top_p",
+                _is_number(self.top_p) and 0 < self.top_p <= 1,
+                "a number above 0 and at most 1",
+            ),
+            (
+                "seed",
+                self.seed is None or _is_whole(self.seed, 0, MAX_SEED),
+                f"None or a whole number from 0 to {MAX_SEED}",
+            ),
+            (
+                "stop_token_ids",
+                _is_tuple(self.stop_token_ids)
+                and all(_is_whole(i, 0) for i in self.stop_token_ids),
+                "a tuple of token ids",
+            ),
+            (
+                "stop",
+                _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+                "a tuple of strings that are not empty",
+            ),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            (
+                "logprobs",
+                self.logprobs is None or _is_whole(self.logprobs, 0, MAX_LOGPROBS),
+                f"None or a whole number from 0 to {MAX_LOGPROBS}",
+            ),
+        ):
+            if not is_right:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +102,69 @@ class Request:
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities where an output token was chosen, in float32.
+
+    Those of the model itself: softmax of the logits, before temperature, `top_k` and `top_p`.
+    `top` holds (token id, logprob), the likeliest first, whether or not the chosen one is there.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Where a request's time went: seconds on the decoder's monotonic clock, read by its engine.
+
+    queue              from `submit` until its prefill begins: it is asked of a prefiller, or a step
+                       with the first part of its prompt starts here
+    prefill            from there until the engine has the KV of positions 0..N-2: `KVReady` is
+                       taken in, or the step ends that computed the last prompt token here. Failed
+                       attempts, the prefiller's own queue and the transfer are part of it
+    transfer           the end of the prefill that only waits for the network: from the prefiller's
+                       end of the last layer until all has landed (`TransferStats.exposed`)
+    first_token        from `submit` until the first output token is delivered
+    inter_token_mean,  between the deliveries of one output token and the next; the p99 is the
+    inter_token_p99    smallest of these times that 99 % of them do not exceed
+
+    None where the request did not come that far, or where there is nothing to measure.
+    """
+
+    queue: float | None
+    prefill: float | None
+    transfer: float | None
+    first_token: float | None
+    inter_token_mean: float | None
+    inter_token_p99: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What the engine delivers: new tokens of a request and, in the last one, how it ended.
+
+    `logprobs` has an item for each token if they were asked for, else none. The fields after it are
+    set in the last output only: `error` if the reason is ERROR, `transfer` if KV was fetched.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    timings: Timings | None = None
+    transfer: TransferStats | None = None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_tuple(value: object) -> bool:
+    return isinstance(value, tuple)

@@ -39,6 +39,7 @@ ARROWS = {
 TORCH_FREE_PARTS = {"leaves", "transfer", "messenger"}
 TORCH_FREE_MODULES = {
     *("disagg.serve.child_prefiller", "disagg.serve.exits", "disagg.serve.options"),
+    "disagg.serve.prompts",
 }
 #: Packages that are torch or bring it along.
 TORCH = {"torch", "transformers", "safetensors"}
@@ -64,6 +65,7 @@ TESTED_IN = {
     "disagg.serve.exits": "test_scripts",
     "disagg.engine.attempts": "test_engine",
     "disagg.engine.sequence": "test_scheduler",
+    "disagg.engine.stopwatch": "test_engine",
     "disagg.messenger.admission": "test_protocol",
     "disagg.messenger.decoder": "test_protocol",
     "disagg.messenger.layer_writer": "test_protocol",
@@ -74,7 +76,7 @@ TESTED_IN = {
     "disagg.messenger.prefillers": "test_protocol",
     "disagg.messenger.sharding": "test_protocol",
     "disagg.serve.child_prefiller": "test_scripts",
-    "disagg.serve.commands": "test_scripts",
+    "disagg.serve.answer": "test_stop_strings",
     "disagg.serve.handle": "test_node",
     "disagg.serve.options": "test_scripts",
     "disagg.transfer.bounds": "test_transfer_conformance",

@@ -4,7 +4,9 @@ Every test steps engines by hand, but for those of the thread. `Messenger` stand
 between a prefiller and a decoder: it copies pages and tails in the test's own process.
 """
 
+import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from disagg.config import CacheConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
+from disagg.engine.stopwatch import Stopwatch
 from disagg.hooks import (
     KVFailed,
     KVReady,
@@ -23,11 +26,12 @@ from disagg.hooks import (
     ReleasePrefill,
     StartPrefill,
     StopPrefill,
+    TransferStats,
 )
 from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import load_model
-from disagg.request import FinishReason, Request, SamplingParams
+from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from tests.fake_model import (
     fake_config,
     fake_greedy,
@@ -57,6 +61,7 @@ class Replica:
         slots=4,
         order=PageOrder.HND,
         make_runner=fake_runner,
+        clock=time.monotonic,
         **limits,
     ):
         cache = CacheConfig(
@@ -66,20 +71,25 @@ class Replica:
         self.scheduler = fake_scheduler(cache, self.runner.model.config, **limits)
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, tuple[FinishReason, str | None]] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.last: dict[int, Output] = {}
         self.engine = Engine(
             self.runner,
             self.scheduler,
             on_output=self.on_output,
             prefill_hooks=prefill_hooks,
             decode_hooks=decode_hooks,
+            clock=clock,
         )
         self.idle = self.engine.stats()
 
-    def on_output(self, number, new_tokens, finish, error) -> None:
+    def on_output(self, number, output) -> None:
         assert number not in self.ends, f"request {number} is answered after its end"
-        self.tokens.setdefault(number, []).extend(new_tokens)
-        if finish is not None:
-            self.ends[number] = (finish, error)
+        self.tokens.setdefault(number, []).extend(output.token_ids)
+        self.logprobs.setdefault(number, []).extend(output.logprobs)
+        if output.finish_reason is not None:
+            self.ends[number] = (output.finish_reason, output.error)
+            self.last[number] = output
 
     def submit(self, prompt, max_tokens=4, **sampling) -> int:
         sampling = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -366,6 +376,90 @@ def test_a_job_that_can_never_be_computed_is_refused_where_it_is_posted():
     assert not replica.step()
 
 
+# Times
+
+
+class Clock:
+    """Every layer of `replica` takes a second."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def tick(self, layer=0):
+        self.now += 1.0
+
+
+def seconds(output):
+    times = output.timings
+    return times.queue, times.prefill, times.first_token
+
+
+def test_times_of_a_request_that_is_computed_here():
+    clock = Clock()
+    replica = Replica(max_batch_tokens=4, clock=clock)
+    replica.runner.model.before_layer = clock.tick
+    number = replica.submit(prompt_of(9), 3)
+    clock.now += 5
+    replica.run()
+    last = replica.last[number]
+    assert seconds(last) == (5, 6, 11)
+    assert (last.timings.inter_token_mean, last.timings.inter_token_p99) == (2, 2)
+    assert (last.timings.transfer, last.transfer) == (None, None)
+
+
+def test_times_and_what_was_moved_of_a_request_that_is_fetched():
+    clock = Clock()
+    messenger = Messenger(lose=True, clock=clock)
+    replica = messenger.decoder
+    replica.runner.model.before_layer = clock.tick
+    number = replica.submit(prompt_of(9), 1)
+    clock.now += 3
+    replica.run()
+    clock.now += 7
+    moved = TransferStats(prefiller="a:1", writes=7, bytes=9, retries=0, exposed=0.5)
+    replica.engine.post(KVReady(attempt=1, transfer=moved))
+    replica.run()
+    last = replica.last[number]
+    assert seconds(last) == (3, 7, 12)
+    assert (last.timings.transfer, last.transfer) == (0.5, moved)
+    assert last.timings.inter_token_mean is None
+
+
+def test_a_failed_attempt_is_part_of_the_prefill_and_moved_nothing():
+    clock = Clock()
+    messenger = Messenger(lose=True, clock=clock)
+    replica = messenger.decoder
+    replica.runner.model.before_layer = clock.tick
+    number = replica.submit(prompt_of(9), 1)
+    replica.run()
+    clock.now += 7
+    replica.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.LOCAL))
+    replica.run()
+    assert seconds(replica.last[number]) == (0, 9, 9)
+    assert replica.last[number].transfer is None
+
+
+def test_times_of_a_request_that_never_began():
+    replica = Replica(num_pages=4)
+    replica.submit(prompt_of(9), 5)
+    number = replica.submit(prompt_of(9), 5)
+    replica.step()
+    replica.engine.cancel(number)
+    replica.step()
+    assert seconds(replica.last[number]) == (None, None, None)
+
+
+def test_the_p99_is_the_smallest_that_99_in_100_do_not_exceed():
+    for gaps, expected in (([3.0], 3), ([1.0] * 99 + [9.0], 1), ([1.0] * 98 + [9.0] * 2, 9)):
+        watch = Stopwatch()
+        for now in itertools.accumulate(gaps, initial=0.0):
+            watch.on_tokens(now, 1)
+        assert watch.timings(None).inter_token_p99 == expected
+
+
 # Failures and cancels
 
 
@@ -612,8 +706,8 @@ def test_requests_from_other_threads_wake_the_idle_engine():
     done = threading.Event()
     on_output = replica.on_output
 
-    def note(number, new_tokens, finish, error) -> None:
-        on_output(number, new_tokens, finish, error)
+    def note(number, output) -> None:
+        on_output(number, output)
         if len(replica.ends) == 6:
             done.set()
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
 
+from disagg.request import SamplingParams
 from disagg.serve import exits, options
 from disagg.serve.default_model import MODEL_NAME
+from disagg.serve.report import as_json
+from tests.test_report import DONE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
-#: Defaults that a parser holds as None or as an empty tuple.
-NAMED_DEFAULTS = {"--model": MODEL_NAME, "--prefill": "none"}
+#: Defaults that a parser holds as None, and that are not nothing.
+NAMED_DEFAULTS = {"--model": MODEL_NAME}
 
 
 def section(title: str, readme: str = README) -> str:
@@ -66,7 +70,7 @@ def described_flags(parser: argparse.ArgumentParser) -> dict[str, tuple[str, lis
 def default_text(action: argparse.Action) -> str:
     default = action.default
     if default is None or default == ():
-        return NAMED_DEFAULTS[action.option_strings[-1]]
+        return NAMED_DEFAULTS.get(action.option_strings[-1], "none")
     if default is False:
         return "off"
     if isinstance(default, tuple):
@@ -103,6 +107,26 @@ def test_flags_have_the_scripts_defaults_and_choices_of_the_parsers() -> None:
 
 def test_both_parsers_agree_on_the_flags_they_share() -> None:
     assert all(PREFILL[flag] == DECODE[flag] for flag in set(PREFILL) & set(DECODE))
+
+
+def test_fields_of_json_are_those_that_are_printed() -> None:
+    completion = replace(DONE, error="why")
+    found = as_json(0, "", completion, transport="shm", logprobs=True)
+    rows = table(section("Flags"), "field")
+    assert set(rows) == set(found)
+    for field in ("usage", "timings_ms", "transfer", "logprobs"):
+        inner = found[field][0] if field == "logprobs" else found[field]
+        assert set(inner) <= set(re.findall(r"\w+", rows[field][0])), field
+    assert all(reason in rows["finish_reason"][0] for reason in ("stop", "length", "error"))
+
+
+def test_fields_of_a_prompts_file_are_those_that_are_read() -> None:
+    meaning = table(section("Flags"), "flag")["--prompts-file"][2]
+    assert set(re.findall(r"`(\w+)`", meaning)) == {
+        "prompt",
+        "prompt_token_ids",
+        *SamplingParams.__dataclass_fields__,
+    }
 
 
 def test_exit_codes_are_those_of_the_scripts() -> None:

@@ -64,8 +64,14 @@ def decode_flags(model, *more):
     return (*MODE, f"--model={model}", f"--max-tokens={MAX_TOKENS}", "--json", *more)
 
 
-def answers(outcome):
+def objects(outcome):
     return [json.loads(line) for line in outcome.stdout.splitlines()]
+
+
+def answers(outcome):
+    """Without what is counted and timed."""
+    counted = {"usage", "timings_ms", "transfer"}
+    return [{k: v for k, v in found.items() if k not in counted} for found in objects(outcome)]
 
 
 def as_json(index, token_ids, finish_reason="length"):
@@ -117,6 +123,30 @@ def test_raw_prompts_get_no_template(run, model, prefiller):
     flags = decode_flags(model, f"--prefill={prefiller.address()}", "--raw")
     outcome = run.fork("run_decode.py", *flags, "t5 t6 t7").wait()
     assert answers(outcome) == [as_json(0, Oracle(model)((5, 6, 7), MAX_TOKENS))]
+
+
+def test_what_was_moved_is_told(run, model, prefiller):
+    """Of prompts with 1, 2 and 3 tokens for the prefiller, in pages of 4, and of one with none."""
+    flags = (f"--prefill={prefiller.address()}", "--raw", "--logprobs=1")
+    prompts = ("t5 t6", "t5 t6 t7 t8 t9 t10", "t5 " * 10, "t5")
+    outcome = run.fork("run_decode.py", *decode_flags(model, *flags), *prompts).wait()
+    assert outcome.code == 0
+    *fetched, local = objects(outcome)
+    tail_bytes = -(-(8 + 64 * 4) // 64) * 64
+    page_bytes = 2 * 2 * 4 * 16 * 4
+    for num_pages, found in zip((1, 2, 3), fetched, strict=True):
+        assert found["transfer"] == {
+            "prefiller": prefiller.address(),
+            "transport": "shm",
+            "writes": 3 * num_pages + 1,
+            "bytes": 3 * num_pages * page_bytes + tail_bytes,
+            "retries": 0,
+        }
+        times = found["timings_ms"]
+        assert 0 < times["prefill"] < times["ttft"]
+        assert len(found["logprobs"]) == found["usage"]["completion_tokens"] == MAX_TOKENS
+    assert local["transfer"] is None
+    assert [found["usage"]["prompt_tokens"] for found in (*fetched, local)] == [2, 6, 10, 1]
 
 
 def test_two_prefillers(run, model, prefiller, expected):
@@ -340,6 +370,7 @@ def test_a_prompt_longer_than_the_prefillers_pool(run, model, expected, on_failu
         ("run_decode.py", ("t3", "--prefill=a:1", "--colocated"), "not allowed with"),
         ("run_decode.py", ("t3", "--max-tokens=0"), "at least 1, got '0'"),
         ("run_decode.py", ("t3", "--on-failure=pray"), "invalid choice: 'pray'"),
+        ("run_decode.py", ("t3", "--temperature=-1"), "temperature: expected"),
         ("run_decode.py", ("t3", "--peer-timeout=0", "--colocated"), "peer_timeout must be"),
         ("run_prefill.py", ("--listen=127.0.0.1:99999",), "expected HOST:PORT"),
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--page-size=-4"), "at least 1, got '-4'"),
@@ -352,6 +383,14 @@ def test_wrong_flags(run, model, name, flags, why):
     assert (outcome.code, outcome.stdout) == (2, "")
     assert why in outcome.stderr.splitlines()[-1]
     assert "Traceback" not in outcome.stderr
+
+
+def test_a_bad_line_of_a_file_is_told_before_any_work(run, model, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "t3"}\n{"prompt": "t3", "top_p": 0}\n')
+    outcome = run.fork("run_decode.py", "--model=/nowhere", f"--prompts-file={path}").wait(10.0)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert f"error: {path} line 2: top_p: expected" in outcome.stderr_line
 
 
 def test_a_folder_without_a_tokenizer(run, tmp_path):

@@ -69,12 +69,13 @@ class Attempts:
             )
         )
 
-    def on_ready(self, attempt: int) -> None:
-        """Everything has landed: the request may decode."""
+    def on_ready(self, attempt: int) -> Sequence | None:
+        """Everything has landed: let the request decode, and return it if it still waits."""
         sequence = self._waiting_for(attempt)
         if sequence is not None:
             del self._attempts[attempt]
             self._scheduler.ready(sequence)
+        return sequence
 
     def on_failed(self, attempt: int, then: NextStep) -> Sequence | None:
         """It will not complete: queue the request again, or end and return it if it is to fail."""

@@ -20,11 +20,14 @@ import itertools
 import logging
 import queue
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from disagg.engine.attempts import Attempts
 from disagg.engine.runner import Runner
+from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
 from disagg.engine.sequence import Kind, Sequence, State
 from disagg.hooks import (
@@ -39,7 +42,7 @@ from disagg.hooks import (
     StartPrefill,
     StopPrefill,
 )
-from disagg.request import FinishReason, Request
+from disagg.request import FinishReason, Output, Request
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +50,10 @@ logger = logging.getLogger(__name__)
 class OnOutput(Protocol):
     """Called by the engine thread; must return at once and not raise.
 
-    `finish` is set in the last call for a request; `error` says why if it is ERROR.
+    `output.finish_reason` is set in the last call for a request.
     """
 
-    def __call__(
-        self, number: int, new_tokens: list[int], finish: FinishReason | None, error: str | None
-    ) -> None: ...
+    def __call__(self, number: int, output: Output) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +89,12 @@ class Engine:
         on_output: OnOutput,
         prefill_hooks: PrefillHooks | None = None,
         decode_hooks: DecodeHooks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._on_output = on_output
+        self._clock = clock
         self._prefill_hooks = prefill_hooks
         self._remote = decode_hooks is not None
 
@@ -120,6 +123,7 @@ class Engine:
                 raise RuntimeError(f"the engine takes no more requests: {self._ended}")
             number = next(self._numbers)
             sequence = self._scheduler.new_request(number, request, remote=self._remote)
+            sequence.stopwatch.submitted = self._clock()
             self._open[number] = sequence
             self._inbox.put(sequence)
         return number
@@ -205,12 +209,15 @@ class Engine:
                 self._cancel(number)
             case _Stop(why=why):
                 self._end(why)
-            case KVReady(attempt=attempt):
-                self._attempts.on_ready(attempt)
+            case KVReady(attempt=attempt, transfer=transfer):
+                ready = self._attempts.on_ready(attempt)
+                if ready is not None:
+                    ready.transfer = transfer
+                    ready.stopwatch.on_prefilled(self._clock())
             case KVFailed(attempt=attempt, why=why, then=then):
                 ended = self._attempts.on_failed(attempt, then)
                 if ended is not None:
-                    self._deliver(ended.number, [], FinishReason.ERROR, why)
+                    self._deliver(ended, [], FinishReason.ERROR, why)
             case KVReleased(attempt=attempt):
                 self._attempts.on_released(attempt)
             case StopPrefill(job=job):
@@ -219,11 +226,15 @@ class Engine:
                 self._release_job(job)
 
     def _run_step(self) -> bool:
+        now = self._clock()
         for sequence in self._scheduler.admit():
+            sequence.stopwatch.on_start(now)
             self._attempts.start(sequence)
         step = self._scheduler.schedule()
         if not step.spans:
             return False
+        for sequence in step.sequences:
+            sequence.stopwatch.on_start(now)
         # Read, not calculated: steps that others ran (a warm-up) have counted, too.
         base = self._runner.counter.read()
         chunks = _chunks(step)
@@ -235,17 +246,20 @@ class Engine:
         assert added == self._runner.increments_per_step, (
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
         )
+        now = self._clock()
         outputs = [
-            (sequence, self._after_span(sequence, span, tokens))
+            (sequence, self._after_span(sequence, span, tokens, now))
             for sequence, span, tokens in zip(step.sequences, step.spans, sampled, strict=True)
         ]
         # What they owned is free by now, so a client that sees its end sees the balance restored.
         for sequence, kept in outputs:
             if kept:
-                self._deliver(sequence.number, kept, sequence.finish)
+                self._deliver(sequence, kept, sequence.finish)
         return True
 
-    def _after_span(self, sequence: Sequence, span: Span, sampled: list[int]) -> list[int]:
+    def _after_span(
+        self, sequence: Sequence, span: Span, sampled: list[Sampled], now: float
+    ) -> list[Sampled]:
         """Book what a step computed of one sequence; return the new tokens that count."""
         sequence.num_computed += len(span.token_ids)
         if sequence.kind is Kind.PREFILL:
@@ -254,7 +268,9 @@ class Engine:
             return []
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
-        kept = sequence.accept(sampled)
+        kept = sampled[: len(sequence.accept(token.token_id for token in sampled))]
+        if kept:
+            sequence.stopwatch.on_tokens(now, len(kept))
         if sequence.finish is not None:
             self._scheduler.release(sequence)
         return kept
@@ -267,7 +283,7 @@ class Engine:
         if sequence.state is State.FETCHING:
             self._attempts.cancel(sequence)
         self._scheduler.release(sequence)
-        self._deliver(number, [], FinishReason.CANCELLED)
+        self._deliver(sequence, [], FinishReason.CANCELLED)
 
     def _stop_job(self, job: int) -> None:
         sequence = self._jobs.get(job)
@@ -285,25 +301,39 @@ class Engine:
 
     def _deliver(
         self,
-        number: int,
-        new_tokens: list[int],
+        sequence: Sequence,
+        new: list[Sampled],
         finish: FinishReason | None,
         error: str | None = None,
     ) -> None:
         if finish is not None:
             with self._lock:
-                del self._open[number]
-        self._on_output(number, new_tokens, finish, error)
+                del self._open[sequence.number]
+        self._on_output(sequence.number, _output(sequence, new, finish, error))
 
     def _end(self, why: str) -> None:
         with self._lock:
             if self._ended is not None:
                 return
             self._ended = why
-            numbers = list(self._open)
+            sequences = list(self._open.values())
             self._open.clear()
-        for number in numbers:
-            self._on_output(number, [], FinishReason.ERROR, why)
+        for sequence in sequences:
+            self._on_output(sequence.number, _output(sequence, [], FinishReason.ERROR, why))
+
+
+def _output(
+    sequence: Sequence, new: list[Sampled], finish: FinishReason | None, error: str | None
+) -> Output:
+    transfer = sequence.transfer
+    return Output(
+        token_ids=tuple(token.token_id for token in new),
+        logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
+        finish_reason=finish,
+        error=error,
+        timings=None if finish is None else sequence.stopwatch.timings(transfer),
+        transfer=None if finish is None else transfer,
+    )
 
 
 def _chunks(step: ScheduledStep) -> list[PrefillChunk]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from disagg.config import ModelConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.engine.sampling import greedy
+from disagg.engine.sampling import Sampled, sample
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import pages_for
 from disagg.model.attention import PagedAttention
@@ -79,7 +79,7 @@ class Runner:
         return self.model.config.num_layers + 1
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span]) -> list[list[int]]:
+    def run(self, spans: Sequence[Span]) -> list[list[Sampled]]:
         """Compute all spans; return the tokens sampled after each of them, if any."""
         batch = build_batch(spans, self.kv_cache.layout.page_size)
         self.attention.plan(
@@ -101,13 +101,15 @@ class Runner:
 
     def _sample(
         self, spans: Sequence[Span], hidden: Tensor, last_rows: list[int]
-    ) -> list[list[int]]:
+    ) -> list[list[Sampled]]:
         """Logits are computed for the rows that are sampled from, and for no others."""
-        sampled: list[list[int]] = [[] for _ in spans]
-        who = [i for i, span in enumerate(spans) if span.sampling is not None]
+        sampled: list[list[Sampled]] = [[] for _ in spans]
+        who = {i: span.sampling for i, span in enumerate(spans) if span.sampling is not None}
         if who:
             rows = hidden[[last_rows[i] for i in who]]  # [len(who), hidden_size]
-            for i, token in zip(who, greedy(self.model.logits(rows)), strict=True):
+            indices = [spans[i].output_index for i in who]
+            found = sample(self.model.logits(rows), list(who.values()), indices)
+            for i, token in zip(who, found, strict=True):
                 sampled[i].append(token)
         return sampled
 

@@ -1,8 +1,64 @@
-"""From logits to the next tokens."""
+"""From logits to the next tokens: the likeliest, or one drawn at random, and log-probabilities.
+
+There is no generator whose state could depend on who else is in the batch. A draw is a function of
+(seed, how many tokens the request has) alone, so a request that is computed in another batch, on
+another node or once more draws the same.
+
+    logits --/ temperature, exp--> weights --top_k, top_p--> some 0 --sums--> |0|..|.|...|
+                                          hash(seed, index) -> u * total --------------^ token
+
+The weights stay in the order of the vocabulary: rounding errors then only shift borders a little,
+where in order of size two weights that are almost equal could change places.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from disagg.request import SamplingParams, TokenLogprobs
+
+#: Weights that are sorted to find where `top_p` cuts, before all of them are: mostly enough.
+NUM_CANDIDATES = 1024
+
+DRAW_KEY = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A chosen token; `logprobs` is set if the request asks for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int]
+) -> list[Sampled]:
+    """The next token of each row of `logits` `[rows, vocab_size]`.
+
+    `output_indices[i]` is how many output tokens row i's request has already. A request that draws
+    must have its seed.
+    """
+    tokens = greedy(logits)
+    rows = [i for i, wish in enumerate(params) if wish.temperature > 0]
+    if rows:
+        wishes = [params[i] for i in rows]
+        draws = [
+            uniform(wish.seed, output_indices[i]) for i, wish in zip(rows, wishes, strict=True)
+        ]
+        weights = cut(heat(logits[rows], wishes), wishes)
+        for i, token in zip(rows, pick(weights, draws), strict=True):
+            tokens[i] = token
+    found = _logprobs(logits, tokens, params)
+    return [Sampled(token_id=token, logprobs=found.get(i)) for i, token in enumerate(tokens)]
 
 
 def greedy(logits: Tensor) -> list[int]:
@@ -12,3 +68,86 @@ def greedy(logits: Tensor) -> list[int]:
     """
     tokens: list[int] = logits.float().argmax(dim=-1).tolist()
     return tokens
+
+
+def uniform(seed: int | None, index: int) -> float:
+    """A number in [0, 1), a multiple of 2**-53: the first bits of a hash of its arguments."""
+    assert seed is not None, "a request that draws got no seed"
+    digest = hashlib.blake2b(DRAW_KEY.pack(seed, index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def heat(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Weights, float64 `[rows, vocab_size]`: probabilities times a number that makes the largest 1.
+
+    The smaller the temperature, the nearer are all but the largest to 0.
+    """
+    temperatures = torch.tensor([[wish.temperature] for wish in params], dtype=torch.float64)
+    exact = logits.double()
+    return ((exact - exact.amax(dim=-1, keepdim=True)) / temperatures).exp()
+
+
+def cut(
+    weights: Tensor, params: Sequence[SamplingParams], num_candidates: int = NUM_CANDIDATES
+) -> Tensor:
+    """`weights` `[rows, vocab_size]` with a 0 where `top_k` and `top_p` leave a token out.
+
+    Of equal weights at the border, those of smaller token ids stay.
+    """
+    rows = [i for i, wish in enumerate(params) if wish.top_k is not None or wish.top_p < 1]
+    if not rows:
+        return weights
+    some = weights[rows]
+    counts, smallest = _border(some, [params[i] for i in rows], num_candidates)
+    above, equal = some > smallest, some == smallest
+    is_kept = above | (equal & (equal.cumsum(-1) <= counts - above.sum(-1, keepdim=True)))
+    return weights.index_copy(0, torch.tensor(rows), some.where(is_kept, 0.0))
+
+
+def _border(
+    weights: Tensor, params: Sequence[SamplingParams], num_candidates: int
+) -> tuple[Tensor, Tensor]:
+    """How many weights of each row stay, and the smallest of those; both `[rows, 1]`."""
+    vocab_size = weights.shape[-1]
+    limits = [min(wish.top_k or vocab_size, vocab_size) for wish in params]
+    num_largest = min(vocab_size, max(num_candidates, *(k for k in limits if k < vocab_size), 1))
+    largest = weights.topk(num_largest).values
+    top_k = torch.tensor(limits)[:, None]
+    top_p = [[wish.top_p if wish.top_p < 1 else math.inf] for wish in params]
+    sums = largest.where(torch.arange(num_largest) < top_k, 0.0).cumsum(-1)
+    total = sums[:, -1:].where(top_k < vocab_size, weights.sum(-1, keepdim=True))
+    before = F.pad(sums[:, :-1], (1, 0))  # the sum of all that are larger
+    is_kept = before < torch.tensor(top_p, dtype=torch.float64) * total
+    counts = is_kept.sum(-1, keepdim=True).minimum(top_k)
+    is_found = (counts < num_largest) | (counts == top_k)
+    if num_largest < vocab_size and not bool(is_found.all()):
+        return _border(weights, params, vocab_size)
+    return counts, largest.gather(-1, counts - 1)
+
+
+def pick(weights: Tensor, draws: Sequence[float]) -> list[int]:
+    """For each row of `weights` (float64) the token on whose part of the sum its draw falls."""
+    sums = weights.cumsum(-1)
+    at = torch.tensor(draws, dtype=torch.float64)[:, None] * sums[:, -1:]
+    # The first sum above `at`, which is below the last one: never a token of weight 0.
+    tokens: list[int] = torch.searchsorted(sums, at, right=True)[:, 0].tolist()
+    return tokens
+
+
+def _logprobs(
+    logits: Tensor, tokens: Sequence[int], params: Sequence[SamplingParams]
+) -> dict[int, TokenLogprobs]:
+    """By row, for the rows that ask for them."""
+    counts = {i: wish.logprobs for i, wish in enumerate(params) if wish.logprobs is not None}
+    if not counts:
+        return {}
+    logprobs = logits[list(counts)].float().log_softmax(dim=-1)
+    top = logprobs.topk(min(max(counts.values()), logits.shape[-1]))
+    chosen = logprobs.gather(-1, torch.tensor([[tokens[i]] for i in counts]))
+    found = {}
+    for row, (i, count) in enumerate(counts.items()):
+        pairs = zip(
+            top.indices[row, :count].tolist(), top.values[row, :count].tolist(), strict=True
+        )
+        found[i] = TokenLogprobs(logprob=float(chosen[row, 0]), top=tuple(pairs))
+    return found

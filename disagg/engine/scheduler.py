@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 
 from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
 from disagg.engine.page_allocator import PageAllocator
@@ -35,7 +36,8 @@ class Span:
     """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
 
     `page_indices` holds every token up to the span's last. `sampling` is set if the step samples
-    a token after the last; `tail_slot` if it copies the last hidden state there.
+    a token after the last, which is output token number `output_index` of its request (from 0);
+    `tail_slot` if it copies the last hidden state there.
     """
 
     first_token: int
@@ -43,6 +45,7 @@ class Span:
     page_indices: tuple[int, ...]
     sampling: SamplingParams | None
     tail_slot: int | None
+    output_index: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +74,18 @@ class Scheduler:
         self._arrivals = itertools.count()
 
     def new_request(self, number: int, request: Request, *, remote: bool = False) -> Sequence:
-        """A sequence for a request, not queued yet. `max_tokens` is clipped to the model's limit.
+        """A sequence for a request, not queued yet. `max_tokens` is clipped to the model's limit,
+        and a request that draws tokens without a seed is given one.
 
         ValueError if it can never run: empty prompt, unknown token, longer than the model's
         positions or the whole pool.
         """
         prompt, sampling = request.prompt_token_ids, request.sampling
         self._check_prompt(prompt)
+        self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
+        if sampling.temperature > 0 and sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        end_token_ids = () if sampling.ignore_eos else self.model.eos_token_ids
         sequence = Sequence(
             number=number,
             kind=Kind.GENERATE,
@@ -85,7 +93,7 @@ class Scheduler:
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             max_tokens=min(sampling.max_tokens, self.model.max_positions - len(prompt)),
-            stop_token_ids=frozenset(() if sampling.ignore_eos else self.model.eos_token_ids),
+            stop_token_ids=frozenset((*end_token_ids, *sampling.stop_token_ids)),
             remote=remote,
         )
         self._check_fits(
@@ -204,6 +212,7 @@ class Scheduler:
             page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],
             sampling=sequence.sampling if is_last and not is_job else None,
             tail_slot=sequence.tail_slot if is_last and is_job else None,
+            output_index=sequence.num_output_tokens,
         )
 
     def _take_slot(self, sequence: Sequence) -> bool:
@@ -233,16 +242,20 @@ class Scheduler:
         if not all(type(token) is int for token in token_ids):
             wrong_type = next(type(t).__name__ for t in token_ids if type(t) is not int)
             raise ValueError(f"token ids must be int, got {wrong_type}; convert them with int()")
-        if min(token_ids) < 0 or max(token_ids) >= self.model.vocab_size:
-            wrong = next(t for t in token_ids if not 0 <= t < self.model.vocab_size)
-            raise ValueError(
-                f"token id out of the vocabulary; expected 0 to {self.model.vocab_size - 1},"
-                f" got {wrong}; was the prompt made with this model's tokenizer?"
-            )
+        self._check_vocabulary("prompt", token_ids)
         if len(token_ids) >= self.model.max_positions:
             raise ValueError(
                 f"prompt too long for the model; expected at most {self.model.max_positions - 1}"
                 f" tokens (max_positions less one to generate), got {len(token_ids)}; shorten it"
+            )
+
+    def _check_vocabulary(self, what: str, token_ids: tuple[int, ...]) -> None:
+        wrong = next((t for t in token_ids if not 0 <= t < self.model.vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{what}: token id out of the vocabulary; expected 0 to"
+                f" {self.model.vocab_size - 1}, got {wrong}; was it made with this model's"
+                " tokenizer?"
             )
 
     def _check_fits(self, sequence: Sequence, what: str) -> None:

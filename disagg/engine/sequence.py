@@ -12,8 +12,11 @@ A sequence is either a request that generates tokens or a prefill job that compu
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from disagg.engine.stopwatch import Stopwatch
+from disagg.hooks import TransferStats
 from disagg.request import FinishReason, SamplingParams
 
 
@@ -49,7 +52,8 @@ class Sequence:
     """`number` is the request's or the job's. `tokens` is the prompt, then the output.
 
     `num_computed` tokens have their KV in `page_indices`. `max_tokens` bounds the output.
-    `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way.
+    `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way, and
+    `transfer` says what one that is over has moved.
     """
 
     number: int
@@ -69,6 +73,13 @@ class Sequence:
     attempt: int | None = None
     retries: int = 0
     finish: FinishReason | None = None
+    transfer: TransferStats | None = None
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the output so far."""
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_tokens_to_reserve(self) -> int:
@@ -100,7 +111,7 @@ class Sequence:
         )
         self.state = state
 
-    def accept(self, tokens: list[int]) -> list[int]:
+    def accept(self, tokens: Iterable[int]) -> list[int]:
         """Append sampled tokens one by one up to the first that ends the output; return those kept.
 
         Sets `finish`. A token that is both the last allowed and a stop token is a stop.
@@ -111,7 +122,7 @@ class Sequence:
             self.tokens.append(token)
             if token in self.stop_token_ids:
                 self.finish = FinishReason.STOP
-            elif len(self.tokens) - self.num_prompt_tokens >= self.max_tokens:
+            elif self.num_output_tokens >= self.max_tokens:
                 self.finish = FinishReason.LENGTH
             if self.finish is not None:
                 break

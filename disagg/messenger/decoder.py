@@ -330,7 +330,9 @@ class DecoderMessenger:
             found = self._memory.read_attempt_id(attempt.fetch.tail_slot)
             if found == self._attempt_id(attempt):
                 self._prefillers.succeeded(attempt.peer)
-                self._post(KVReady(attempt=attempt.fetch.attempt))
+                where = self._prefillers.address(attempt.peer)
+                transfer = self._memory.moved(attempt.fetch, attempt.count, where)
+                self._post(KVReady(attempt=attempt.fetch.attempt, transfer=transfer))
                 attempt.wanted = False
                 self._end(attempt, released=False)
                 return

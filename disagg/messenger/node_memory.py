@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from disagg.hooks import FetchKV, TransferStats
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, Identity, Role
 from disagg.transfer.interface import MemoryRegion
@@ -39,6 +40,16 @@ class NodeMemory:
     def read_attempt_id(self, slot: int) -> int:
         """Whose tail lies in the slot."""
         return int.from_bytes(self._id_bytes(slot).tobytes(), "little")
+
+    def moved(self, fetch: FetchKV, writes: int, prefiller: tuple[str, int]) -> TransferStats:
+        """What a fetch that is complete has brought here: pages in every layer, and the tail."""
+        num_pages = self.layout.num_layers * (len(fetch.page_indices) - fetch.num_held_pages)
+        return TransferStats(
+            prefiller="{}:{}".format(*prefiller),
+            writes=writes,
+            bytes=num_pages * self.layout.page_bytes + self.tail.slot_bytes,
+            retries=fetch.retries,
+        )
 
     def hello(self, *, epoch: int, role: Role, identity: Identity, max_prompt_tokens: int) -> Hello:
         """What this node says of itself to a peer."""

@@ -131,6 +131,12 @@ class Prefillers:
         prefiller.retry_at = self._clock() + prefiller.delay
         self._on_link(prefiller.address, False, why)
 
+    def address(self, peer: Peer) -> Address:
+        """Where a connected prefiller listens."""
+        prefiller = self._by_peer(peer)
+        assert prefiller is not None, f"peer {peer} is no prefiller of ours"
+        return prefiller.address
+
     def succeeded(self, peer: Peer) -> None:
         """An attempt there was completed."""
         prefiller = self._by_peer(peer)

@@ -8,18 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from functools import partial
+from queue import SimpleQueue
 
 from disagg.messenger.prefillers import Address
 from disagg.model.weights import default_dtype
-from disagg.request import FinishReason, Request, SamplingParams
+from disagg.request import FinishReason, Output, Request
+from disagg.serve.answer import Answer
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
 from disagg.serve.handle import Completion, RequestHandle
-from disagg.serve.node import Node, NodeConfig, NodeError
+from disagg.serve.node import TRANSPORT, Node, NodeConfig, NodeError
 from disagg.serve.options import forwarded_flags, node_settings
+from disagg.serve.prompts import Prompt
+from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
 from disagg.transfer.interface import TransferError
 
@@ -39,8 +45,8 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def answer_prompts(arguments: argparse.Namespace) -> int:
-    """Answer every prompt of the command line, in order; the exit code."""
+def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
+    """Answer every prompt, all at once; print the answers in order of input. The exit code."""
     arguments = _resolve(arguments)
     with ExitStack() as stack:
         prefillers = arguments.prefill
@@ -51,12 +57,20 @@ def answer_prompts(arguments: argparse.Namespace) -> int:
         if not tokenizer.exists:
             raise UsageError(f"{arguments.model} has no tokenizer.json, so it reads no prompt")
         node = stack.enter_context(_start(arguments, prefillers=prefillers))
-        answers = [_submit(node, tokenizer, prompt, arguments) for prompt in arguments.prompts]
-        outcomes = [
-            _print_answer(index, answer, tokenizer, arguments)
+        news: SimpleQueue[int] = SimpleQueue()
+        start = time.monotonic()
+        answers = [
+            _submit(node, tokenizer, prompt, raw=arguments.raw, on_news=partial(news.put, index))
+            for index, prompt in enumerate(prompts)
+        ]
+        ends = [
+            _print_answer(index, answer, lambda: answers[news.get()].read(), arguments)
             for index, answer in enumerate(answers)
         ]
-    return EXIT_DONE if all(outcomes) else EXIT_FAILED
+        seconds = time.monotonic() - start
+    if not arguments.json and sys.stderr.isatty():
+        print(summary(ends, seconds), file=sys.stderr)
+    return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
 
 
 def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
@@ -91,49 +105,42 @@ def _start(
 
 
 def _submit(
-    node: Node, tokenizer: Tokenizer, prompt: str, arguments: argparse.Namespace
-) -> RequestHandle | Completion:
-    """The request's handle, or how it ended if it was refused."""
+    node: Node, tokenizer: Tokenizer, prompt: Prompt, *, raw: bool, on_news: Callable[[], None]
+) -> Answer:
+    """The answer to come; one that has ended already if the prompt is refused."""
+    token_ids: Sequence[int] = ()
     try:
-        token_ids = tokenizer.encode(prompt, chat=not arguments.raw and bool(prompt))
-        sampling = SamplingParams(max_tokens=arguments.max_tokens)
-        return node.submit(Request(prompt_token_ids=tuple(token_ids), sampling=sampling))
+        if isinstance(prompt.content, str):
+            chat = not raw and bool(prompt.content)
+            token_ids = tokenizer.encode(prompt.content, chat=chat)
+        else:
+            token_ids = prompt.content
+        request = Request(prompt_token_ids=tuple(token_ids), sampling=prompt.sampling)
+        handle = node.submit(request, on_news=on_news)
     except (ValueError, RuntimeError) as error:
-        return Completion(token_ids=(), finish_reason=FinishReason.ERROR, error=str(error))
+        handle = RequestHandle(len(token_ids), on_news=on_news)
+        handle.put(Output(finish_reason=FinishReason.ERROR, error=str(error)))
+    return Answer(handle, tokenizer.stream(), prompt.sampling)
 
 
 def _print_answer(
-    index: int,
-    answer: RequestHandle | Completion,
-    tokenizer: Tokenizer,
-    arguments: argparse.Namespace,
-) -> bool:
-    """Print one answer, as it comes unless JSON is wanted. Returns whether it succeeded."""
-    stream = tokenizer.stream()
-    pieces: list[str] = []
-    if isinstance(answer, RequestHandle):
-        for token_id in answer:
-            pieces.append(stream.push(token_id))
-            if not arguments.json:
-                print(pieces[-1], end="", flush=True)
-    pieces.append(stream.finish())
-    completion = answer.result() if isinstance(answer, RequestHandle) else answer
+    index: int, answer: Answer, wait: Callable[[], None], arguments: argparse.Namespace
+) -> Completion:
+    """Print one answer, as it comes unless JSON is wanted; return how it ended.
+
+    `wait` returns when this or another answer has taken in something new: those that are printed
+    later are read meanwhile, since they may reach a stop string, too.
+    """
+    while (completion := answer.completion) is None:
+        wait()
+        if not arguments.json:
+            print(answer.take(), end="", flush=True)
     if arguments.json:
-        print(json.dumps(_as_json(index, completion, "".join(pieces))), flush=True)
+        logprobs = answer.sampling.logprobs is not None
+        found = as_json(index, answer.text, completion, transport=TRANSPORT, logprobs=logprobs)
+        print(json.dumps(found), flush=True)
     else:
-        print(pieces[-1], flush=True)
+        print(answer.take(), flush=True)
     if completion.error is not None:
         print(f"error: prompt {index}: {completion.error}", file=sys.stderr)
-    return completion.error is None
-
-
-def _as_json(index: int, completion: Completion, text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "index": index,
-        "token_ids": list(completion.token_ids),
-        "text": text,
-        "finish_reason": completion.finish_reason,
-    }
-    if completion.error is not None:
-        found["error"] = completion.error
-    return found
+    return completion

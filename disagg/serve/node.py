@@ -39,13 +39,16 @@ from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import fingerprint, load_model, read_config
-from disagg.request import FinishReason, Request
-from disagg.serve.handle import RequestHandle
+from disagg.request import Output, Request
+from disagg.serve.handle import RequestHandle, nothing
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 from disagg.transfer.shm import ShmTransferEngine
 
 logger = logging.getLogger(__name__)
+
+#: How KV moves, as results name it.
+TRANSPORT = "shm"
 
 #: Zeros that a probe may have written to it.
 SCRATCH_BYTES = 1 << 22
@@ -119,17 +122,22 @@ class Node:
             # Only now: what a decoder asks for goes to the engine.
             self._start_thread("messenger", self._run_messenger)
 
-    def submit(self, request: Request) -> RequestHandle:
+    def submit(self, request: Request, *, on_news: Callable[[], None] = nothing) -> RequestHandle:
         """Start a request; from any thread. ValueError if it can never be served here.
 
-        RuntimeError if the node has ended or is a prefiller.
+        `on_news` is called in the engine's thread, whenever the handle has something to read; it
+        must return at once. RuntimeError if the node has ended or is a prefiller.
         """
         if self._engine is None or self.config.listen is not None:
             raise RuntimeError("a prefiller takes requests from decoders only")
         engine = self._engine
         with self._handles_lock:  # its first output may come before the handle has its place
             number = engine.submit(request)
-            handle = RequestHandle(cancel=lambda: engine.cancel(number))
+            handle = RequestHandle(
+                len(request.prompt_token_ids),
+                cancel=lambda: engine.cancel(number),
+                on_news=on_news,
+            )
             self._handles[number] = handle
         return handle
 
@@ -275,12 +283,11 @@ class Node:
         assert self._engine is not None, f"{event} before there is an engine"
         self._engine.post(event)
 
-    def _on_output(
-        self, number: int, new_tokens: list[int], finish: FinishReason | None, error: str | None
-    ) -> None:
+    def _on_output(self, number: int, output: Output) -> None:
         with self._handles_lock:
-            handle = self._handles[number] if finish is None else self._handles.pop(number)
-        handle.put(new_tokens, finish, error)
+            ended = output.finish_reason is not None
+            handle = self._handles.pop(number) if ended else self._handles[number]
+        handle.put(output)
 
 
 class _Links:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 
 from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
@@ -93,7 +94,10 @@ def decode_parser() -> argparse.ArgumentParser:
         prog="run_decode.py", description="Answer prompts whose KV a prefiller computes."
     )
     add_node_flags(parser)
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help="more prompts: JSON objects, one a line"
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--prefill",
@@ -103,7 +107,7 @@ def decode_parser() -> argparse.ArgumentParser:
         help="prefillers to use (default: start one as a child process)",
     )
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
-    parser.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
+    _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
     parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
@@ -115,6 +119,23 @@ def decode_parser() -> argparse.ArgumentParser:
         help="how long one prefill may take, queue included",
     )
     return parser
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Named as the fields of `SamplingParams`, which checks what is in range."""
+    group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
+    group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
+    group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P"
+    )
+    group.add_argument("--seed", type=int, help="makes draws repeatable")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="of chosen and N likeliest tokens, with --json"
+    )
 
 
 def check_port(host: str, port: int) -> None:

@@ -1,0 +1,84 @@
+"""What to answer: the prompts of the command line and of a file, each with its sampling.
+
+A file has one JSON object a line: `prompt` or `prompt_token_ids`, and any field of
+`SamplingParams`, which goes before the flag of its name; null means the flag. All lines are checked
+before any work is done; blank ones are skipped. No torch here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from disagg.request import SamplingParams
+from disagg.serve.exits import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Text, or token ids as they are."""
+
+    content: str | tuple[int, ...]
+    sampling: SamplingParams
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Types only; what is in range is `SamplingParams`' to say."""
+
+    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    prompt_token_ids: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    stop: str | tuple[str, ...] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+
+
+def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
+    """Those of the command line, then those of the file. UsageError for what is wrong with them."""
+    given = vars(arguments) | {"stop": tuple(arguments.stop or ())}
+    names = {field.name for field in fields(SamplingParams)} & given.keys()
+    try:
+        defaults = SamplingParams(**{name: given[name] for name in names})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
+    if arguments.prompts_file is not None:
+        prompts += _read_file(arguments.prompts_file, defaults)
+    if not prompts:
+        raise UsageError("nothing to answer; give a PROMPT or --prompts-file FILE")
+    return tuple(prompts)
+
+
+def _read_file(path: Path, defaults: SamplingParams) -> list[Prompt]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read --prompts-file {path}: {error.strerror}") from error
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                prompts.append(_read_line(line, defaults))
+        except (ValueError, msgspec.DecodeError) as error:
+            raise UsageError(f"{path} line {number}: {error}") from error
+    return prompts
+
+
+def _read_line(line: bytes, defaults: SamplingParams) -> Prompt:
+    found: dict[str, Any] = msgspec.structs.asdict(msgspec.json.decode(line, type=_Line))
+    text, token_ids = found.pop("prompt"), found.pop("prompt_token_ids")
+    if (text is None) == (token_ids is None):
+        raise ValueError("expected either prompt or prompt_token_ids")
+    if isinstance(found["stop"], str):
+        found["stop"] = (found["stop"],)
+    given = {name: value for name, value in found.items() if value is not None}
+    return Prompt(content=text or token_ids, sampling=replace(defaults, **given))

@@ -1,0 +1,68 @@
+"""A finished answer as a JSON object, and the line that closes a run on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from disagg.request import Timings, TokenLogprobs
+from disagg.serve.handle import Completion
+
+
+def as_json(
+    index: int, text: str, completion: Completion, *, transport: str, logprobs: bool
+) -> dict[str, Any]:
+    """What `--json` prints of prompt number `index`. Times as in `request.Timings`, in ms.
+
+    `logprobs`: whether they were asked for.
+    """
+    found: dict[str, Any] = {
+        "index": index,
+        "token_ids": list(completion.token_ids),
+        "text": text,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": completion.num_prompt_tokens,
+            "completion_tokens": len(completion.token_ids),
+        },
+        "timings_ms": None if completion.timings is None else _milliseconds(completion.timings),
+        "transfer": None,
+    }
+    if completion.transfer is not None:
+        moved = asdict(completion.transfer)
+        del moved["exposed"]  # a time: in timings_ms
+        found["transfer"] = moved | {"transport": transport}
+    if logprobs:
+        found["logprobs"] = [
+            _logprobs(*pair) for pair in zip(completion.token_ids, completion.logprobs, strict=True)
+        ]
+    if completion.error is not None:
+        found["error"] = completion.error
+    return found
+
+
+def summary(completions: Sequence[Completion], seconds: float) -> str:
+    """Tokens a second, mean time to first token, and what was moved, of all prompts together."""
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    waits = [c.timings.first_token for c in completions if c.timings is not None]
+    known = [wait for wait in waits if wait is not None]
+    moved = [c.transfer for c in completions if c.transfer is not None]
+    first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
+    return (
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"
+        f" {sum(stats.bytes for stats in moved) / 1e6:.2f} MB moved in"
+        f" {sum(stats.writes for stats in moved)} writes"
+    )
+
+
+def _milliseconds(timings: Timings) -> dict[str, float | None]:
+    return {
+        name.replace("first_token", "ttft"): None if value is None else round(1000 * value, 3)
+        for name, value in asdict(timings).items()
+    }
+
+
+def _logprobs(token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": other, "logprob": logprob} for other, logprob in logprobs.top]
+    return {"token_id": token_id, "logprob": logprobs.logprob, "top": top}
