@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.auto import AutoTransferEngine
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -33,6 +34,7 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
+from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.shm import ShmTransferEngine
 from disagg.transfer.tcp import TcpTransferEngine
 from tests.adversarial import FakeTransfer, Network
@@ -74,6 +76,24 @@ class InterruptedTcp(TcpTransferEngine):
         inside, self.inside = self.inside, None
         inside()
         return sent
+
+
+class InterruptedAuto(AutoTransferEngine):
+    """Calls `inside` in the middle of its first copy: on one host, shm is the one that fits."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self._media[0]._copy = self.copy
+
+    def copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
+        half = len(source_offsets) // 2
+        for part in (slice(half), slice(half, None)):
+            copy_pages(
+                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
+            )
+            inside, self.inside = self.inside, lambda: None
+            inside()
 
 
 class SteppingFake(FakeTransfer):
@@ -121,6 +141,9 @@ REAL_TRANSPORTS = {
     ),
     "tcp": RealTransport(
         start=lambda: TcpTransferEngine, interrupted=InterruptedTcp, fences_stopped=True
+    ),
+    "auto": RealTransport(
+        start=lambda: AutoTransferEngine, interrupted=InterruptedAuto, fences_stopped=False
     ),
 }
 TRANSPORTS = {**REAL_TRANSPORTS, "fake": Transport(start=start_fake)}

@@ -247,10 +247,11 @@ class Control:
     def _on_ready(self, connection: _Connection, events: int) -> None:
         if not connection.connected and not self._finish_connect(connection):
             return
-        if events & ~WRITABLE:
-            self._read(connection)
+        # Writing first: whoever refuses the other's opening has sent its own, which says why.
         if events & WRITABLE:
             self._write(connection)
+        if events & ~WRITABLE and self.is_open(connection.peer):
+            self._read(connection)
 
     def _finish_connect(self, connection: _Connection) -> bool:
         code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

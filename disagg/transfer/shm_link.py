@@ -114,11 +114,12 @@ class ShmLink(Link):
             self._listener.setblocking(False)
             self._listener.bind(f"\0{name}")
             self._listener.listen(8)
-        self.info = msgspec.msgpack.encode(_Info(self._token, name, host_identity()))
+        self._host = host_identity()
+        self.info = msgspec.msgpack.encode(_Info(self._token, name, self._host))
 
     def fits(self, info: bytes) -> bool:
         try:
-            return decode(info, _Info, "opening of shm").host == host_identity()
+            return decode(info, _Info, "opening of shm").host == self._host
         except LinkError:
             return False
 

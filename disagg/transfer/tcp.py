@@ -75,13 +75,13 @@ class TcpMedium(Medium):
         self._clock = clock
         self._opening_timeout = opening_timeout
         self._send = send
-        self._regions: list[memoryview] = []
+        self._regions: list[Bytes] = []
         self._listener: socket.socket | None = None
         self._links: dict[bytes, TcpLink] = {}  # by token, until their connection is here
         self._strangers: list[_Stranger] = []  # in the order of their deadlines
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        self._regions.append(view.data)
+        self._regions.append(view)
 
     def listen(self, control: Control, host: str) -> None:
         self._listener = open_listener(host, 0)

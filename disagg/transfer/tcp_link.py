@@ -23,13 +23,15 @@ import msgspec
 
 from disagg.transfer.control import Control
 from disagg.transfer.interface import Peer, Ticket, TransferError, WritesDone
-from disagg.transfer.medium import Arrived, Job, Link, LinkError, decode
+from disagg.transfer.medium import Arrived, Bytes, Job, Link, LinkError, decode
 from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
 from disagg.transfer.waiter import READABLE, WRITABLE
 
 TOKEN_BYTES = 16
 #: Read at most when a connection has ended, of what came before.
 LAST_BYTES = 16 << 20
+#: What a system call costs beside its bytes, in bytes; it bounds how many small ones a poll makes.
+CALL_BYTES = 4 << 10
 
 #: `socket.sendmsg`, as far as it is used.
 Send = Callable[[socket.socket, list[memoryview]], int]
@@ -52,7 +54,7 @@ class TcpLink(Link):
         self,
         control: Control,
         peer: Peer,
-        regions: list[memoryview],
+        regions: list[Bytes],
         arrived: Arrived,
         send: Send,
     ) -> None:
@@ -71,7 +73,7 @@ class TcpLink(Link):
         self._ended: list[WritesDone] = []
 
     def await_call(self, port: int, links: dict[bytes, TcpLink]) -> None:
-        """The peer will call our data listener at `port`; until then `links` has us by our token."""
+        """The peer will call our listener at `port`; until then `links` has us by our token."""
         self._info = msgspec.structs.replace(self._info, port=port)
         self.info = msgspec.msgpack.encode(self._info)
         self._links = links
@@ -154,8 +156,8 @@ class TcpLink(Link):
         if self._greeting:
             if code := self._data.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise LinkError(
-                    f"cannot reach the peer's port for data: {os.strerror(code)}; with tcp all"
-                    " ports of the prefiller's host must be open to the decoder's"
+                    f"cannot reach the peer's port for data: {os.strerror(code)}; with tcp,"
+                    " all ports of a host that listens must be open to its peers"
                 )
             self._greeting = self._greeting[self._data.send(self._greeting, socket.MSG_NOSIGNAL) :]
             if self._greeting:
@@ -176,7 +178,7 @@ class TcpLink(Link):
                 sent = self._send(self._data, self._frame.rest())
             except BlockingIOError:
                 sent = 0
-            budget -= sent
+            budget -= sent + CALL_BYTES
             if self._frame.advance(sent):
                 self._ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
                 self._frame = None
@@ -193,7 +195,7 @@ class TcpLink(Link):
             except (LinkError, TransferError, OSError):
                 self.close()
                 raise
-            budget -= nbytes
+            budget -= nbytes + CALL_BYTES
             if not nbytes:
                 self.close()
                 where = "" if self._reader.is_between_frames else " in the middle of a frame"

@@ -2,9 +2,9 @@
 
     python -m tests.bench.bench_tcp --mib 256 --pages 65536 16384 4096 --repeats 5
 
-Both sides' page order is random. A ratio of 1.00 is `sendall` of the whole memory in order, received
-with `recv_into`; it is measured next to each transfer, since machines change their speed within
-minutes. Loopback copies twice, so the two processes' cores and memory are the limit.
+Both sides' page order is random. A ratio of 1.00 is `sendall` of the whole memory in order,
+received with `recv_into`; it is measured next to each transfer, since machines change their speed
+within minutes. Loopback copies twice, so the two processes' cores and memory are the limit.
 """
 
 import argparse
