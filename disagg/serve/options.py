@@ -12,8 +12,8 @@ from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfi
 from disagg.kv_layout import PageOrder
 from disagg.serve.exits import UsageError
 from disagg.transfer.auto import TRANSPORTS
-from disagg.transfer.control import open_listener
 from disagg.transfer.interface import TransferError
+from disagg.transfer.sockets import open_listener
 
 #: What a prefiller that a decoder starts as its child is told, too.
 FORWARDED_TO_CHILD = (

@@ -23,10 +23,10 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from disagg.transfer.interface import MessageReceived, Peer, TransferError
+from disagg.transfer.interface import MessageReceived, Peer
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
+from disagg.transfer.sockets import open_listener, reason_of, resolve
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -146,7 +146,7 @@ class Control:
         """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
         failure: OSError | None = None
         try:
-            family, address = _resolve(host, port)
+            family, address = resolve(host, port)
         except OSError as error:
             family, failure = socket.AF_INET, error
         tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -156,7 +156,7 @@ class Control:
             if code not in (0, errno.EINPROGRESS):
                 failure = OSError(code, os.strerror(code))
         if failure is not None:
-            self._lose(connection, f"cannot connect to {host}:{port}: {_reason(failure)}")
+            self._lose(connection, f"cannot connect to {host}:{port}: {reason_of(failure)}")
         return connection.peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
@@ -284,7 +284,7 @@ class Control:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._lose(connection, f"connection to {connection.address} broke: {_reason(error)}")
+            self._lose(connection, f"connection to {connection.address} broke: {reason_of(error)}")
             return False
         if not data:
             self._lose(connection, f"{connection.address} closed the connection")
@@ -342,7 +342,7 @@ class Control:
         except (BrokenPipeError, ConnectionResetError):
             connection.unsent.clear()  # the reader ends it, after what the peer said at last
         except OSError as error:
-            self._lose(connection, f"connection to {connection.address} broke: {_reason(error)}")
+            self._lose(connection, f"connection to {connection.address} broke: {reason_of(error)}")
             return
         self._watch_connection(connection)
 
@@ -363,34 +363,3 @@ class Control:
         connection.socket.close()
         del self._connections[connection.peer]
         self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))
-
-
-def open_listener(host: str, port: int) -> socket.socket:
-    """A listening socket that does not block. TransferError if the port is taken."""
-    try:
-        family, address = _resolve(host, port)
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(MAX_OPENING_CONNECTIONS)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise TransferError(
-            f"cannot listen on {host}:{port}: {_reason(error)};"
-            " choose another with --listen, or port 0"
-        ) from error
-    return listener
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
-    return family, address
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

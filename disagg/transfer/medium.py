@@ -25,6 +25,7 @@ from disagg.kv_layout import Offsets
 from disagg.transfer.control import Control
 from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
 from disagg.transfer.lease import Lease
+from disagg.transfer.sockets import reason_of
 from disagg.transfer.waiter import Handler
 
 Bytes = npt.NDArray[np.uint8]
@@ -124,10 +125,12 @@ class Link(ABC):
         def handler(_events: int) -> None:
             try:
                 step()
+            except BlockingIOError:
+                pass  # readiness of a descriptor that had this number before
             except (LinkError, TransferError, ValueError) as broken:
                 self.control.close_peer(self.peer, str(broken))
             except OSError as error:
-                why = f"{self.path} broke: {error.strerror or error}"
+                why = f"{self.path} broke: {reason_of(error)}"
                 self.control.close_after_reading(self.peer, why)
 
         return handler

@@ -20,11 +20,11 @@ from disagg.transfer.control import (
     MAX_OPENING_CONNECTIONS,
     OPENING_TIMEOUT_SECONDS,
     Control,
-    open_listener,
 )
 from disagg.transfer.interface import Memory, Peer
 from disagg.transfer.medium import Arrived, Bytes, Medium
 from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.sockets import open_listener
 from disagg.transfer.tcp_link import TOKEN_BYTES, Send, TcpLink
 from disagg.transfer.waiter import READABLE
 
@@ -112,8 +112,8 @@ class TcpMedium(Medium):
         assert self._listener is not None, "only a watched listener accepts"
         try:
             data, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it left before we looked
+        except OSError:
+            return  # it left before we looked, or no descriptors are left: accept(2) says try again
         data.setblocking(False)
         stranger = _Stranger(socket=data, deadline=self._clock() + self._opening_timeout)
         self._strangers.append(stranger)
