@@ -371,6 +371,7 @@ def test_an_honest_impostor_is_a_peer(world, impostor):
         (frame([0, 0], write_bytes=FRAME_BYTES), f"a frame of {2 * FRAME_BYTES} bytes"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "a frame for region"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_frame_that_is_wrong_ends_the_connection_and_writes_nothing(world, impostor, lie, why):
     node = world.node(4096)
