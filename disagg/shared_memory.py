@@ -28,7 +28,11 @@ class SharedMemory:
             # A mapping of a file that shrank later ends its process with SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.fd = fd
-        self.buffer = mmap.mmap(fd, nbytes)
+        try:
+            self.buffer = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError, OverflowError):
+            self.close()
+            raise
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, dtype=np.uint8)
 
     @property

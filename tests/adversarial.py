@@ -261,6 +261,8 @@ class FakeTransfer(TransferEngine):
         self.counter.forget(imm)
 
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
+        if any(number not in self.tickets for number in tickets):
+            return None  # of a lost peer
         posted = 0
         for number in tickets:
             ticket = self.tickets[number]

@@ -395,6 +395,7 @@ def a_limit_of_now_is_not_never(code: Code) -> None:
     first, second = world.submit(5), world.submit(5)
     ends(world, second, within=1.0)
     assert second.ended == "local", second.ended
+    assert len(world.decode_node.transfer.counter._waiting) == 1, "a rejected imm still counts"
     world.prefill_nodes[0].stuck = False
     ends(world, first, within=2.0)
     assert first.ended == "ready"

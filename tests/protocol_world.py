@@ -389,6 +389,7 @@ class DecodeNode:
                 client.ended = "ready"
             case KVFailed():
                 if event.attempt in self.abandoned:
+                    assert self.abandoned[event.attempt] == "cancelled", f"{event} said twice"
                     return
                 client, fetch = self.fetching.pop(event.attempt)
                 self.abandoned[event.attempt] = "failed"
@@ -565,6 +566,8 @@ class World:
             node.transfer.reject_after = -1
         self.run_fairly(CONFIG.request_timeout + 3 * CONFIG.peer_timeout)
         unanswered = [client for client in self.clients if client.ended is None]
+        if not wake:  # quarantined pages and slots are "not now" for as long as the peer is stopped
+            unanswered = [c for c in unanswered if c not in self.decode_node.waiting]
         assert not unanswered, f"{len(unanswered)} requests were never answered"
         while self.decode_node.decoding:
             self.decode_node.finish_one()

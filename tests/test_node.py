@@ -4,17 +4,20 @@ Prefiller and decoder run in this process and hand KV over through the shm trans
 does not say otherwise.
 """
 
+import contextlib
 import random
+import threading
 
+import numpy as np
 import pytest
 
-from disagg.request import FinishReason
+from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
-from disagg.serve.node import Node
+from disagg.serve.node import Node, NodeError
 from disagg.serve.tokenizer import Tokenizer
 from disagg.transfer.auto import AutoTransferEngine
 from disagg.transfer.tcp import TcpTransferEngine
-from tests.nodes import Oracle, P, ask, node_config, pair, prompt_of, tokens_of
+from tests.nodes import HeldNode, Oracle, P, ask, node_config, pair, prompt_of, tokens_of
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
 
 #: Every prompt length around the first page edges.
@@ -190,3 +193,46 @@ def test_a_real_model():
         handles = [ask(nodes.decoder, prompt, 16) for prompt in prompts]
         assert [handle.result().token_ids for handle in handles] == expected
         nodes.wait_for_balance()
+
+
+class DyingWhileLoading(Node):
+    """Its messenger fails while the weights are loaded."""
+
+    def _build_engine(self):
+        def die(timeout: float) -> None:
+            raise RuntimeError("boom")
+
+        self._messenger.poll = die
+        self._transfer.wake()
+        next(thread for thread in self._threads if thread.name == "messenger").join(10)
+        return super()._build_engine()
+
+
+def test_a_messenger_that_dies_while_weights_are_loaded_ends_the_node(model):
+    with HeldNode(node_config(model, listen=("127.0.0.1", 0))) as prefiller:
+        config = node_config(model, prefillers=(prefiller.address,))
+        with pytest.raises(NodeError, match="the messenger failed: RuntimeError"):
+            DyingWhileLoading(config)
+
+
+@pytest.mark.parametrize("tokens", [tuple(np.arange(1, 9)), (1.0, 2.0)], ids=["numpy", "float"])
+def test_token_ids_of_another_type_are_refused(model, tokens):
+    with Node(node_config(model)) as node:
+        with pytest.raises(ValueError, match="token ids must be int, got"):
+            node.submit(Request(prompt_token_ids=tokens))
+        ask(node, prompt_of(5), 2).result(60)
+
+
+def test_no_handle_hangs_when_another_thread_closes_the_node(model):
+    for delay in (0.0, 0.01, 0.03):
+        node = Node(node_config(model))
+        closer = threading.Timer(delay, node.close)
+        closer.start()
+        handles = []
+        with contextlib.suppress(RuntimeError):
+            while len(handles) < 200:
+                handles.append(ask(node, prompt_of(3 + len(handles) % 5), 3))
+        for handle in handles:
+            handle.result(30)
+        closer.join()
+        node.close()

@@ -7,11 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.protocol_rarities import RARITIES
 from tests.protocol_scenarios import SCENARIOS, Scenario
 from tests.protocol_world import CONFIG, Code, World
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario", (*SCENARIOS, *RARITIES), ids=lambda scenario: scenario.__name__
+)
 def test_scenario(scenario: Scenario) -> None:
     scenario(Code())
 

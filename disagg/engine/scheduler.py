@@ -230,6 +230,9 @@ class Scheduler:
         """ValueError unless the model can take this prompt and at least one token after it."""
         if not token_ids:
             raise ValueError("the prompt is empty; expected at least 1 token")
+        if not all(type(token) is int for token in token_ids):
+            wrong_type = next(type(t).__name__ for t in token_ids if type(t) is not int)
+            raise ValueError(f"token ids must be int, got {wrong_type}; convert them with int()")
         if min(token_ids) < 0 or max(token_ids) >= self.model.vocab_size:
             wrong = next(t for t in token_ids if not 0 <= t < self.model.vocab_size)
             raise ValueError(

@@ -319,6 +319,7 @@ class DecoderMessenger:
             raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
         if attempt.state is not AttemptState.DRAINING:
             attempt.move(AttemptState.DRAINING)
+        attempt.count = posted
         self._transfer.lower(attempt.imm, posted)
 
     def _on_imm_reached(self, event: ImmReached) -> None:
@@ -362,7 +363,7 @@ class DecoderMessenger:
     def _next_step(self, attempt: Attempt) -> NextStep:
         """Rule 9. One retry for each prefiller there is, then the decoder computes by itself."""
         if self._config.on_failure == "retry":
-            again = attempt.fetch.retries < len(self._prefillers)
+            again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
             return NextStep.RETRY if again else NextStep.LOCAL
         return NextStep(self._config.on_failure)
 

@@ -196,7 +196,7 @@ def decode(data: bytes) -> Message:
         )
     try:
         return msgspec.msgpack.decode(data[1:], type=Message)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(f"malformed message of {len(data)} bytes: {error}") from error
 
 

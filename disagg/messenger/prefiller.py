@@ -141,6 +141,8 @@ class PrefillerMessenger:
                 try:
                     self._on_message(event.peer, decode(event.data))
                 except ProtocolError as error:
+                    if event.peer not in self._links:  # of another version: shows it ours
+                        self._send(event.peer, Goodbye(why=str(error)))
                     self._transfer.close_peer(event.peer, str(error))
             case PeerLost():
                 self._on_peer_lost(event)

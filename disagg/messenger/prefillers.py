@@ -2,7 +2,7 @@
 
 DOWN --connect--> GREETING --Hello fits--> READY
  ^                   |                       |
- '---- lost, refused, silent: try again after reconnect_interval
+ '---- lost, refused, silent: try again after a delay
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from disagg.transfer.interface import Peer, TransferEngine
 
 Address = tuple[str, int]
 
+#: Longest pause between two tries to connect, in seconds.
+MAX_DELAY = 2.0
+
 
 @dataclass(kw_only=True)
 class Prefiller:
     """One address: DOWN without `peer`, GREETING until `hello` came, then READY.
 
-    `num_failures` counts attempts that failed since the last one that worked.
+    `num_failures` counts attempts that failed since the last one that worked. `delay` is the pause
+    before the next connection, in seconds; `epoch` of the last process that answered here. A
+    `retired` address turned out to be another's second name.
     """
 
     address: Address
@@ -33,6 +38,9 @@ class Prefiller:
     retry_at: float = 0.0
     num_attempts: int = 0
     num_failures: int = 0
+    delay: float = 0.0
+    epoch: int | None = None
+    retired: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,9 @@ class Prefillers:
 
     def connect_due(self) -> list[Peer]:
         """Start the connections whose time has come; a Hello is due on each."""
-        due = [p for p in self._prefillers if not p.peer and self._clock() >= p.retry_at]
+        now = self._clock()
+        idle = [p for p in self._prefillers if not (p.peer or p.retired)]
+        due = [p for p in idle if now >= p.retry_at]
         for prefiller in due:
             prefiller.peer = self._transfer.connect(*prefiller.address)
         return [prefiller.peer for prefiller in due]
@@ -99,6 +109,11 @@ class Prefillers:
         refused = refusal(self._hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
             return refused
+        twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
+        if twin is not prefiller:  # rule 8 would end one connection for the other for ever
+            prefiller.retired = True
+            raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
+        prefiller.epoch, prefiller.delay = hello.epoch, 0.0
         source = replace(self._layout, num_pages=hello.num_pages)
         prefiller.slices = plan_slices([source], [self._layout])
         prefiller.hello = hello
@@ -111,7 +126,9 @@ class Prefillers:
         if prefiller is None:
             return
         prefiller.peer, prefiller.hello, prefiller.num_attempts = 0, None, 0
-        prefiller.retry_at = self._clock() + self._reconnect_interval
+        # Whoever refuses or is away will do so for a while: ask less and less often.
+        prefiller.delay = min(max(self._reconnect_interval, 2 * prefiller.delay), MAX_DELAY)
+        prefiller.retry_at = self._clock() + prefiller.delay
         self._on_link(prefiller.address, False, why)
 
     def succeeded(self, peer: Peer) -> None:

@@ -36,20 +36,27 @@ class ChildPrefiller:
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         parent = os.getpid()
 
+        # An interrupt that comes while Python forks would be swallowed: hold it back until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
         def die_with_parent() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # it died before we asked
                 os.kill(os.getpid(), signal.SIGKILL)
 
         # A session of its own: an interrupt from the terminal is the parent's to handle.
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--listen=127.0.0.1:0", *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), "--listen=127.0.0.1:0", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @property
     def pid(self) -> int:

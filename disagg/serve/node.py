@@ -116,6 +116,8 @@ class Node:
             self._start_thread("messenger", self._run_messenger)
             self._links.wait()
         self._engine = self._build_engine()
+        if self._failure is not None:  # the messenger died while the weights were loaded
+            raise NodeError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
         if config.listen is not None:
             # Only now: what a decoder asks for goes to the engine.
@@ -297,10 +299,11 @@ class _Links:
 
     def report(self, address: Address, ready: bool, why: str) -> None:
         """From the messenger thread: a link came up, or ended and why."""
-        # Whoever still waits is told by `wait`.
-        level = logging.INFO if ready or self._waiting else logging.WARNING
-        logger.log(level, "prefiller %s:%d: %s", *address, why)
         with self._changed:
+            # Whoever still waits is told by `wait`; what was said before need not be said again.
+            quiet = ready or self._waiting or self._reports.get(address) == why
+            level = logging.INFO if quiet else logging.WARNING
+            logger.log(level, "prefiller %s:%d: %s", *address, why)
             self._reports[address] = "" if ready else why
             self._changed.notify()
 

@@ -76,6 +76,11 @@ class _Connection:
     unsent: bytearray = field(default_factory=bytearray)
     waiting: bytearray = field(default_factory=bytearray)
 
+    @property
+    def introduced(self) -> bool:
+        """Whether the user knows of it and watches its silence."""
+        return self.ready and self.announced
+
 
 class Control:
     """All control connections of one engine, and its one place to wait.
@@ -149,7 +154,10 @@ class Control:
             family, address = resolve(host, port)
         except OSError as error:
             family, failure = socket.AF_INET, error
-        tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError as error:  # no descriptors left
+            return self._stillborn(f"cannot connect to {host}:{port}: {reason_of(error)}")
         connection = self._add(tcp, f"{host}:{port}", outgoing=True)
         if failure is None:
             code = tcp.connect_ex(address)
@@ -196,7 +204,7 @@ class Control:
         self._end_late_openings()
         if self._events:
             timeout = 0.0
-        deadlines = [c.deadline for c in self._connections.values() if not c.ready]
+        deadlines = [c.deadline for c in self._connections.values() if not c.introduced]
         if deadlines:
             timeout = max(0.0, min(timeout, min(deadlines) - self._clock()))
         self.waiter.wait(timeout)
@@ -233,6 +241,11 @@ class Control:
         self._watch_connection(connection)
         return connection
 
+    def _stillborn(self, why: str) -> Peer:
+        self._last_peer += 1
+        self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
+        return self._last_peer
+
     def _watch_connection(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
         events = 0
@@ -257,11 +270,14 @@ class Control:
         code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         reason = os.strerror(code)
         if code == 0:
-            # TCP lets a socket meet itself when the port it dials is also the one it was given.
-            if connection.socket.getsockname() != connection.socket.getpeername():
-                connection.connected = True
-                return True
-            reason = "nobody listens there"
+            try:
+                # TCP lets a socket meet itself when the port it dials is also its own.
+                if connection.socket.getsockname() != connection.socket.getpeername():
+                    connection.connected = True
+                    return True
+                reason = "nobody listens there"
+            except OSError as error:  # reset since we asked
+                reason = reason_of(error)
         self._lose(connection, f"cannot connect to {connection.address}: {reason}")
         return False
 
@@ -269,13 +285,16 @@ class Control:
         assert self._listener is not None, "only a watched listener accepts"
         try:
             tcp, address = self._listener.accept()
-        except (BlockingIOError, ConnectionError):
-            return  # it left before we looked
+        except OSError:
+            return  # it left before we looked, or no descriptors are left: accept(2) says try again
         tcp.setblocking(False)
         if sum(not c.ready for c in self._connections.values()) >= MAX_OPENING_CONNECTIONS:
             tcp.close()
-        else:
+            return
+        try:
             self._add(tcp, f"{address[0]}:{address[1]}", outgoing=False)
+        except OSError:  # no descriptors left
+            tcp.close()
 
     def _read(self, connection: _Connection) -> bool:
         """Read and take at most `READ_BYTES`; whether there was something."""
@@ -349,10 +368,12 @@ class Control:
     def _end_late_openings(self) -> None:
         now = self._clock()
         for connection in list(self._connections.values()):
-            if not connection.ready and now >= connection.deadline:
+            if not connection.introduced and now >= connection.deadline:
                 step = "sent no opening" if connection.connected else "did not answer"
                 if connection.opened:
                     step = "opened, but the path for writes did not come up"
+                if connection.ready:
+                    step = "opened, but said nothing"
                 self._lose(
                     connection,
                     f"{connection.address} {step} within {self._opening_timeout:g} s",

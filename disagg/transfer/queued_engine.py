@@ -271,7 +271,10 @@ class QueuedEngine(TransferEngine):
         self._events += [ImmReached(imm=imm) for imm in self._counter.take_reached()]
 
     def _on_lost(self, lost: Lost) -> None:
-        known = self._peers.pop(lost.peer)
+        known = self._peers.pop(lost.peer, None)
+        if known is None:  # not even a socket could be had for it
+            self._events += [PeerLost(peer=lost.peer, why=lost.why), PeerFenced(peer=lost.peer)]
+            return
         known.link.take_arrivals()
         self._take_reached()
         self._counter.forget_peer(lost.peer)

@@ -1,0 +1,158 @@
+"""The shm transport where the system fails it: no descriptors left, bad moments, silence."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from disagg.transfer import shm_link
+from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
+from disagg.transfer.shm import ShmTransferEngine
+from tests.nodes import HeldNode, node_config, wait_until
+from tests.test_transfer_conformance import World
+from tests.tiny_models import make_tiny_llama
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with contextlib.closing(World(ShmTransferEngine)) as world:
+        yield world
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@contextlib.contextmanager
+def descriptors_left(spare: int) -> Iterator[None]:
+    """Let this process open `spare` more descriptors and no further one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+    fillers: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        for _ in range(spare):
+            os.close(fillers.pop())
+        yield
+    finally:
+        for filler in fillers:
+            os.close(filler)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_strangers_cannot_end_a_node_that_runs_out_of_descriptors(world, spare):
+    owner = world.node()
+    address = owner.engine.listen("127.0.0.1", 0)
+    strangers = [socket.create_connection(address) for _ in range(8)]
+    with descriptors_left(spare):
+        for _ in range(20):
+            owner.poll(0.001)
+    for stranger in strangers:
+        stranger.close()
+    other = world.node()
+    other.engine.connect(*address)  # and it serves on
+    wait_until(lambda: owner.poll(0.001) or other.poll(0.001) or owner.engine._peers, seconds=5)
+
+
+def test_a_connection_without_a_socket_is_lost_at_once(world):
+    owner = world.node()
+    with descriptors_left(0):
+        owner.engine.connect("127.0.0.1", 9)
+    owner.poll(0)
+    assert [type(event) for event in owner.events] == [PeerLost, PeerFenced]
+
+
+def test_a_region_that_cannot_be_mapped_leaks_no_descriptor():
+    size = 1 << 62
+    fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    before = open_descriptors()
+    for _ in range(10):
+        with pytest.raises((OSError, ValueError)):
+            shm_link._map_region(fd, shm_link.Extent(size, 0, size))
+    assert open_descriptors() == before
+    os.close(fd)
+
+
+class ResetOnLook:
+    """A socket whose peer resets it while we ask whether it is connected."""
+
+    def __init__(self, real: socket.socket, server: socket.socket) -> None:
+        self.real = real
+        self.server = server
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def getsockopt(self, *which):
+        code = self.real.getsockopt(*which)
+        accepted, _ = self.server.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        time.sleep(0.05)  # until the reset is here
+        return code
+
+
+def test_a_reset_while_connecting_is_a_lost_peer(world):
+    node = world.node()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = node.engine.connect(*server.getsockname())
+        connection = node.engine._control._connections[peer]
+        connection.socket = ResetOnLook(connection.socket, server)
+        wait_until(lambda: node.poll(0.01) or node.of(PeerLost), seconds=5)
+
+
+def test_a_stale_event_ends_no_link(world):
+    """A descriptor reused within one round of epoll gets its predecessor's event."""
+    dialer, owner = world.node(), world.node()
+    address = owner.engine.listen("127.0.0.1", 0)
+    dialer.engine.connect(*address)
+
+    def links():
+        return [known.link for known in dialer.engine._peers.values() if known.link._unix]
+
+    wait_until(lambda: dialer.poll(0.001) or links() or owner.poll(0.001) or links(), seconds=5)
+    links()[0]._on_unix(1)  # "readable", with nothing to read
+    for _ in range(20):
+        dialer.poll(0.001)
+        owner.poll(0.001)
+    assert not dialer.of(PeerLost)
+
+
+def test_a_connection_that_never_says_a_word_is_ended(world):
+    owner, silent = world.node(opening_timeout=0.2), world.node()
+    address = owner.engine.listen("127.0.0.1", 0)
+    silent.engine.connect(*address)
+    wait_until(lambda: owner.poll(0.001) or silent.poll(0.001) or owner.engine._peers, seconds=5)
+    wait_until(lambda: owner.poll(0.001) or silent.poll(0) or not owner.engine._peers, seconds=5)
+
+
+def test_a_decoder_of_another_version_hears_ours(tmp_path):
+    model = make_tiny_llama(tmp_path)
+    config = node_config(model, listen=("127.0.0.1", 0))
+    with HeldNode(config) as node, ShmTransferEngine() as mine:
+        peer = mine.connect(*node.address)
+        mine.send(peer, b"\x02Hello of tomorrow")
+        seen: list[object] = []
+
+        def lost() -> bool:
+            seen.extend(mine.poll(0.01))
+            return any(isinstance(event, PeerLost) for event in seen)
+
+        wait_until(lost, seconds=5)
+        heard = [event.data for event in seen if isinstance(event, MessageReceived)]
+        assert heard and heard[0][0] == 1, seen
