@@ -14,7 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,12 +97,12 @@ class Scripts:
     folder: Path
     started: list[Script] = field(default_factory=list)
 
-    def start(self, name: str, *arguments: str) -> Script:
-        """A new Python runs `name`."""
+    def start(self, name: str, *arguments: str, within: Sequence[str] = ()) -> Script:
+        """A new Python runs `name`, started by the command `within` (which becomes it), if any."""
         stdout, stderr = self._files()
         with stdout.open("w") as out, stderr.open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / name), *arguments],
+                [*within, sys.executable, str(ROOT / name), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

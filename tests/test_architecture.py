@@ -82,10 +82,14 @@ TESTED_IN = {
     "disagg.transfer.bounds": "test_transfer_conformance",
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",
+    "disagg.transfer.medium": "test_transfer_conformance",
     "disagg.transfer.opening": "test_control",
     "disagg.transfer.sockets": "test_control",
     "disagg.transfer.page_copy": "test_shm",
+    "disagg.transfer.queued_engine": "test_transfer_conformance",
     "disagg.transfer.shm_link": "test_shm",
+    "disagg.transfer.tcp_frames": "test_tcp",
+    "disagg.transfer.tcp_link": "test_tcp",
 }
 
 #: Calls that may stand at module level: what they make does not change.

@@ -29,9 +29,9 @@ class Clock:
 
 def make_control(transport="test", clock=time.monotonic, opening_timeout=5.0):
     return Control(
-        transport=transport,
+        transports=[transport, "spare"],
         epoch=42,
-        make_info=lambda peer, outgoing: b"info %d %d" % (peer, outgoing),
+        make_offers=lambda peer, outgoing: {transport: b"info %d %d" % (peer, outgoing)},
         clock=clock,
         opening_timeout=opening_timeout,
     )
@@ -72,7 +72,7 @@ def frame(data):
 
 
 def opening(transport="test", info=b"x"):
-    return frame(encode_opening(Opening(1, transport, info)))
+    return frame(encode_opening(Opening(1, {transport: info, "unknown": b""})))
 
 
 @contextlib.contextmanager
@@ -86,8 +86,8 @@ def test_openings_carry_epoch_and_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == [Opened(peer=1, epoch=42, info=b"info 1 0")]
-    assert other == [Opened(peer=1, epoch=42, info=b"info 1 1")]
+    assert mine == [Opened(peer=1, epoch=42, offers={"test": b"info 1 0"})]
+    assert other == [Opened(peer=1, epoch=42, offers={"test": b"info 1 1"})]
     tcp = ours._connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -249,7 +249,7 @@ def test_a_transport_that_never_gets_ready_ends_at_the_deadline():
             run(ours, theirs, until=lambda a, b: a and b, make_ready=False)
             clock.now += 5
             (lost,) = ours.poll(0)
-    assert "the path of 'test' did not come up within 5 s" in lost.why
+    assert "the path for writes did not come up within 5 s" in lost.why
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_transport_that_never_gets_ready_ends_at_the_deadline():
         (frame(b"x" * 100), "no opening of a disagg node"),
         (frame(b"disagg\x00\x01" + struct.pack("<I", 2)), "control version 2, ours is 1"),
         (frame(b"disagg\x00\x01" + struct.pack("<I", 1) + b"\xc1"), "a malformed opening"),
-        (opening(transport="other"), "transport 'other', ours is 'test'"),
+        (opening(transport="other"), "transport other, unknown, ours is test, spare"),
         (opening() + struct.pack("<I", 0), "a frame of 0 bytes"),
         (opening() + struct.pack("<I", MAX_MESSAGE_BYTES + 1), "a frame of 16777217 bytes"),
     ],
@@ -304,7 +304,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
 @given(body=st.binary(max_size=60))
 def test_no_opening_makes_poll_raise(body):
     with contextlib.suppress(ValueError):
-        control_module.decode_opening(encode_opening(Opening(1, "t", b""))[:12] + body, "t")
+        control_module.decode_opening(encode_opening(Opening(1, {"t": b""}))[:12] + body, ["t"])
 
 
 def test_a_reset_is_a_loss(ours):

@@ -1,6 +1,7 @@
 """The thesis: greedy tokens in float32 are the same split, undivided, and in transformers.
 
-Prefiller and decoder run in this process and hand KV over through the shm transport.
+Prefiller and decoder run in this process and hand KV over through the shm transport, where a test
+does not say otherwise.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
 from disagg.serve.node import Node, NodeError
 from disagg.serve.tokenizer import Tokenizer
+from disagg.transfer.auto import AutoTransferEngine
+from disagg.transfer.tcp import TcpTransferEngine
 from tests.nodes import HeldNode, Oracle, P, ask, node_config, pair, prompt_of, tokens_of
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
 
@@ -60,6 +63,17 @@ def test_mixed_requests_at_once(model, oracle, budget):
         assert [tokens_of(handle) for handle in handles] == expected
     with pair(model, max_batch_tokens=budget, num_pages=400) as nodes:
         handles = [ask(nodes.decoder, *request) for request in wanted]
+        assert [tokens_of(handle) for handle in handles] == expected
+        nodes.wait_for_balance()
+
+
+@pytest.mark.parametrize("make_transfer", [TcpTransferEngine, AutoTransferEngine])
+def test_other_transports(model, oracle, make_transfer):
+    wanted = [(prompt_of(n, seed=3), MAX_TOKENS) for n in (1, 2, P + 1, 40, 60)]
+    hold = {"make_transfer": make_transfer}
+    with pair(model, max_batch_tokens=8, hold_prefiller=hold, hold_decoder=hold) as nodes:
+        handles = [ask(nodes.decoder, *request) for request in wanted]
+        expected = [oracle(*request) for request in wanted]
         assert [tokens_of(handle) for handle in handles] == expected
         nodes.wait_for_balance()
 

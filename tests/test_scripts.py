@@ -18,7 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.serve.options import DEFAULT_LISTEN
+from disagg.serve.options import DEFAULT_LISTEN, decode_parser, forwarded_flags
+from disagg.transfer.auto import TRANSPORTS
 from tests.nodes import Oracle, wait_until
 from tests.scripts import scripts
 from tests.tiny_models import make_tiny_llama, save_word_tokenizer
@@ -110,6 +111,16 @@ def test_split_by_hand_by_itself_and_undivided_print_the_same(run, model, prefil
             assert (outcome.code, outcome.stderr) == (0, "")
             assert answers(outcome) == expected
     assert prefiller.stderr.read_text() == ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_gives_the_same_answers(run, model, prefiller, expected, transport):
+    """The prefiller offers all of them."""
+    flags = (f"--prefill={prefiller.address()}", f"--transport={transport}", "--verbose")
+    outcome = run.fork("run_decode.py", *decode_flags(model), *flags, *PROMPTS).wait()
+    assert outcome.code == 0
+    assert answers(outcome) == expected
+    assert "failed" not in outcome.stderr
 
 
 def test_without_json_the_text_is_printed(run, model, prefiller, expected):
@@ -325,6 +336,22 @@ def test_a_prefiller_that_refuses_names_the_field_and_lives_on(
     assert (outcome.code, answers(outcome)) == (0, expected)
 
 
+def test_two_transports_are_refused_with_both_names(run, model):
+    prefiller = run.fork(
+        "run_prefill.py", *MODE, f"--model={model}", "--listen=127.0.0.1:0", "--transport=shm"
+    )
+    where = f"--prefill={prefiller.address()}"
+    outcome = run.fork("run_decode.py", *decode_flags(model, where), "--transport=tcp", "t3").wait()
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "an opening for transport shm, ours is tcp" in outcome.stderr_line
+    assert prefiller.poll() is None
+
+
+def test_a_child_prefiller_is_told_the_transport():
+    arguments = decode_parser().parse_args(["t3", "--transport=tcp"])
+    assert "--transport=tcp" in forwarded_flags(arguments)
+
+
 def test_a_request_that_fails_leaves_the_others(run, model, prefiller, expected):
     """Exit code 1, an object and a line on stderr for each that failed, in the order of input."""
     flags = decode_flags(model, f"--prefill={prefiller.address()}", "--num-pages=100")
@@ -376,6 +403,7 @@ def test_a_prompt_longer_than_the_prefillers_pool(run, model, expected, on_failu
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--page-size=-4"), "at least 1, got '-4'"),
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--dtype=int3"), "invalid choice: 'int3'"),
         ("run_prefill.py", ("--listen=127.0.0.1:0", "--kv-layout=XYZ"), "invalid choice: 'XYZ'"),
+        ("run_decode.py", ("t3", "--transport=pigeon"), "invalid choice: 'pigeon'"),
     ],
 )
 def test_wrong_flags(run, model, name, flags, why):

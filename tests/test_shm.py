@@ -332,7 +332,9 @@ class Impostor:
 
     def __init__(self, info):
         self.token = secrets.token_bytes(16)
-        self.control = Control(transport="shm", epoch=5, make_info=lambda *_: info(self.token))
+        self.control = Control(
+            transports=["shm"], epoch=5, make_offers=lambda *_: {"shm": info(self.token)}
+        )
         self.unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.their_token = b""
         self.name = None
@@ -346,7 +348,7 @@ class Impostor:
             victim.poll()
             for event in self.control.poll(0.001):
                 if isinstance(event, Opened):
-                    self.their_token, self.name = msgspec.msgpack.decode(event.info)
+                    self.their_token, self.name, _ = msgspec.msgpack.decode(event.offers["shm"])
         self.unix.connect(f"\0{self.name}")
 
     def introduce(self, extents=(), fds=(), token=None, lease=True):
@@ -361,7 +363,9 @@ class Impostor:
 
 @pytest.fixture
 def impostor():
-    with contextlib.closing(Impostor(lambda token: msgspec.msgpack.encode([token, None]))) as made:
+    with contextlib.closing(
+        Impostor(lambda token: msgspec.msgpack.encode([token, None, ""]))
+    ) as made:
         yield made
 
 
@@ -481,7 +485,7 @@ def test_a_malformed_notification_ends_the_connection(world, impostor, packet):
 @settings(max_examples=30, deadline=None)
 @given(packet=st.binary(min_size=1, max_size=64), introduced=st.booleans())
 def test_no_packet_makes_poll_raise(packet, introduced):
-    info = msgspec.msgpack.encode([b"token", None])
+    info = msgspec.msgpack.encode([b"token", None, ""])
     with contextlib.closing(World(ShmTransferEngine)) as world:
         with contextlib.closing(Impostor(lambda _: info)) as impostor:
             node = world.node(4096)
@@ -509,7 +513,7 @@ def test_no_opening_makes_poll_raise(info):
 @pytest.mark.parametrize("name", ["disagg-no-such-name", "x" * 200, None])
 def test_an_unreachable_unix_socket_means_another_host(world, name):
     node = world.node()
-    info = msgspec.msgpack.encode([b"token", name])
+    info = msgspec.msgpack.encode([b"token", name, ""])
     with contextlib.closing(Impostor(lambda _: info)) as impostor:
         peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
         while not node.of(PeerFenced):

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.auto import AutoTransferEngine
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -33,7 +34,9 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
+from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.shm import ShmTransferEngine
+from disagg.transfer.tcp import TcpTransferEngine
 from tests.adversarial import FakeTransfer, Network
 
 DEADLINE_SECONDS = 10.0
@@ -57,6 +60,40 @@ class InterruptedShm(ShmTransferEngine):
         super()._copy(
             destination, source, page_bytes, destination_offsets[half:], source_offsets[half:]
         )
+
+
+class InterruptedTcp(TcpTransferEngine):
+    """Calls `inside` once, after half of its first frame."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def _send(self, data, buffers):
+        if self.inside is None:
+            return super()._send(data, buffers)
+        sent = super()._send(data, buffers[: len(buffers) // 2])
+        inside, self.inside = self.inside, None
+        inside()
+        return sent
+
+
+class InterruptedAuto(AutoTransferEngine):
+    """Calls `inside` in the middle of its first copy: on one host, shm is the one that fits."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self._media[0]._copy = self.copy
+
+    def copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
+        half = len(source_offsets) // 2
+        for part in (slice(half), slice(half, None)):
+            copy_pages(
+                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
+            )
+            inside, self.inside = self.inside, lambda: None
+            inside()
 
 
 class SteppingFake(FakeTransfer):
@@ -101,6 +138,12 @@ def start_fake():
 REAL_TRANSPORTS = {
     "shm": RealTransport(
         start=lambda: ShmTransferEngine, interrupted=InterruptedShm, fences_stopped=False
+    ),
+    "tcp": RealTransport(
+        start=lambda: TcpTransferEngine, interrupted=InterruptedTcp, fences_stopped=True
+    ),
+    "auto": RealTransport(
+        start=lambda: AutoTransferEngine, interrupted=InterruptedAuto, fences_stopped=False
     ),
 }
 TRANSPORTS = {**REAL_TRANSPORTS, "fake": Transport(start=start_fake)}
@@ -851,7 +894,7 @@ def test_a_process_stopped_in_the_middle_of_a_copy(transport, real_world, start_
     real_world.run(lambda: child.is_stopped)
     owner = child.owner
     owner.engine.close_peer(child.peer, "silent for too long")
-    assert owner.poll() == [PeerLost(peer=child.peer, why="silent for too long")]
+    assert owner.poll()[0] == PeerLost(peer=child.peer, why="silent for too long")
     for _ in range(30):
         owner.poll(0.002)
     if not REAL_TRANSPORTS[transport].fences_stopped:

@@ -97,6 +97,7 @@ def _start(
         messenger=messenger,
         listen=listen,
         prefillers=prefillers,
+        transport=arguments.transport,
     )
     try:
         return Node(config)

@@ -42,8 +42,8 @@ from disagg.model.weights import fingerprint, load_model, read_config
 from disagg.request import Output, Request
 from disagg.serve.handle import RequestHandle, nothing
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
-from disagg.transfer.shm import ShmTransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,10 @@ class NodeError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided."""
+    """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
+
+    `transport` is one of `TRANSPORTS`.
+    """
 
     model: Path
     cache: CacheConfig
@@ -68,6 +71,7 @@ class NodeConfig:
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
     listen: Address | None = None
     prefillers: tuple[Address, ...] = ()
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         if self.listen is not None and self.prefillers:
@@ -197,7 +201,7 @@ class Node:
         )
 
     def _build_transfer(self) -> TransferEngine:
-        return ShmTransferEngine()
+        return make_engine(self.config.transport)
 
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
         config, clock = self.config.messenger, time.monotonic

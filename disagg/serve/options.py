@@ -12,6 +12,7 @@ from pathlib import Path
 from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
 from disagg.serve.exits import UsageError
+from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import TransferError
 from disagg.transfer.sockets import open_listener
 
@@ -24,6 +25,7 @@ FORWARDED_TO_CHILD = (
     "num_pages",
     "max_batch_tokens",
     "peer_timeout",
+    "transport",
 )
 
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
@@ -68,6 +70,12 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument(
         "--peer-timeout", type=float, default=5.0, metavar="S", help="silence that means death"
+    )
+    own.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="how KV travels; auto: shm to a node of the same host and user, else tcp",
     )
     own.add_argument("--verbose", action="store_true", help="log what the node does")
 

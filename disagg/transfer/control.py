@@ -6,9 +6,9 @@
     Lost <-----------------------------------------------------------------------'
 
 Every frame is a u32 length (little endian) and that many bytes. The first one each way is the
-opening; its last field belongs to the transport (addresses, tokens). Between `Opened` and `ready()`
-the transport builds its own path; messages of both directions wait for it, so a message received
-means that both sides can write.
+opening; its last field belongs to the transports (addresses, tokens). Between `Opened` and
+`ready()` one of them builds its own path; messages of both directions wait for it, so a message
+received means that both sides can write.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a transport waits for, it watches on the same `waiter`.
@@ -21,7 +21,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from disagg.transfer.interface import MessageReceived, Peer
@@ -47,7 +47,7 @@ class Opened:
 
     peer: Peer
     epoch: int
-    info: bytes
+    offers: dict[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +85,22 @@ class _Connection:
 class Control:
     """All control connections of one engine, and its one place to wait.
 
-    `make_info(peer, outgoing)` gives the transport's bytes for the opening of a new connection.
-    `clock` counts seconds and only times openings.
+    `make_offers(peer, outgoing)` gives the bytes of each of the `transports` for the opening of a
+    new connection. `clock` counts seconds and only times openings.
     """
 
     def __init__(
         self,
         *,
-        transport: str,
+        transports: Sequence[str],
         epoch: int,
-        make_info: Callable[[Peer, bool], bytes],
+        make_offers: Callable[[Peer, bool], dict[str, bytes]],
         clock: Callable[[], float] = time.monotonic,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
-        self._transport = transport
+        self._transports = transports
         self._epoch = epoch
-        self._make_info = make_info
+        self._make_offers = make_offers
         self._clock = clock
         self._opening_timeout = opening_timeout
         self._connections: dict[Peer, _Connection] = {}
@@ -126,6 +126,17 @@ class Control:
     def is_open(self, peer: Peer) -> bool:
         """Whether the peer is known and not lost."""
         return peer in self._connections
+
+    def dial_again(self, peer: Peer, port: int) -> socket.socket:
+        """A second connection to the host of an open peer; it is still connecting. OSError."""
+        first = self._connections[peer].socket
+        host, _, *rest = first.getpeername()
+        second = socket.socket(first.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        code = second.connect_ex((host, port, *rest))
+        if code not in (0, errno.EINPROGRESS):
+            second.close()
+            raise OSError(code, os.strerror(code))
+        return second
 
     # What the engine passes on.
 
@@ -223,8 +234,8 @@ class Control:
             connected=not outgoing,
             announced=outgoing,
         )
-        info = self._make_info(connection.peer, outgoing)
-        frame = encode_opening(Opening(self._epoch, self._transport, info))
+        offers = self._make_offers(connection.peer, outgoing)
+        frame = encode_opening(Opening(self._epoch, offers))
         connection.unsent += _LENGTH.pack(len(frame)) + frame
         self._connections[connection.peer] = connection
         self._watch_connection(connection)
@@ -249,10 +260,11 @@ class Control:
     def _on_ready(self, connection: _Connection, events: int) -> None:
         if not connection.connected and not self._finish_connect(connection):
             return
-        if events & ~WRITABLE:
-            self._read(connection)
+        # Writing first: whoever refuses the other's opening has sent its own, which says why.
         if events & WRITABLE:
             self._write(connection)
+        if events & ~WRITABLE and self.is_open(connection.peer):
+            self._read(connection)
 
     def _finish_connect(self, connection: _Connection) -> bool:
         code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -330,12 +342,13 @@ class Control:
 
     def _open(self, connection: _Connection, frame: bytes) -> None:
         try:
-            opening = decode_opening(frame, self._transport)
+            opening = decode_opening(frame, self._transports)
         except ValueError as error:
             self._lose(connection, f"{connection.address} sent {error}")
             return
         connection.opened = True
-        self._events.append(Opened(peer=connection.peer, epoch=opening.epoch, info=opening.info))
+        opened = Opened(peer=connection.peer, epoch=opening.epoch, offers=opening.offers)
+        self._events.append(opened)
 
     def _write(self, connection: _Connection) -> None:
         if not self.is_open(connection.peer):
@@ -358,7 +371,7 @@ class Control:
             if not connection.introduced and now >= connection.deadline:
                 step = "sent no opening" if connection.connected else "did not answer"
                 if connection.opened:
-                    step = f"opened, but the path of {self._transport!r} did not come up"
+                    step = "opened, but the path for writes did not come up"
                 if connection.ready:
                     step = "opened, but said nothing"
                 self._lose(

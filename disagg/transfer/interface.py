@@ -10,8 +10,8 @@ promised: an immediate is counted only after the bytes of its write are visible,
 write is counted exactly once. Messages to one peer keep their order among themselves.
 
 One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
-what `poll()` returns. One implementation a file: `shm.py` (same host). All pass
-`tests/test_transfer_conformance.py`.
+what `poll()` returns. Implementations: `shm.py` (same host), `tcp.py` (any two), `auto.py` (both).
+All pass `tests/test_transfer_conformance.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The first frame each way: who speaks, which version, over which transport.
+"""The first frame each way: who speaks, which version, over which transports.
 
-| magic, 8 bytes | version, u32 | msgpack [epoch, transport, info] |
+| magic, 8 bytes | version, u32 | msgpack [epoch, {transport: info, ...}] |
 '---- the same in every version ----'       info: the transport's own bytes
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,11 +19,13 @@ _PREFIX = struct.Struct("<8sI")
 
 
 class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """`epoch`: random, 64 bits, of the engine. `info`: opaque (addresses, tokens)."""
+    """`epoch`: random, 64 bits, of the engine. `offers`: by transport, opaque (addresses, tokens).
+
+    Both sides take the first transport of their own list that fits; the lists have one order.
+    """
 
     epoch: int
-    transport: str
-    info: bytes
+    offers: dict[str, bytes]
 
 
 def encode_opening(opening: Opening) -> bytes:
@@ -30,8 +33,8 @@ def encode_opening(opening: Opening) -> bytes:
     return _PREFIX.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(opening)
 
 
-def decode_opening(frame: bytes, transport: str) -> Opening:
-    """A peer's opening that fits ours. ValueError says what is wrong with it."""
+def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
+    """A peer's opening that offers one of `transports`. ValueError says what is wrong with it."""
     if len(frame) < _PREFIX.size or not frame.startswith(_MAGIC):
         raise ValueError("no opening of a disagg node; check host and port")
     version = _PREFIX.unpack_from(frame)[1]
@@ -41,8 +44,9 @@ def decode_opening(frame: bytes, transport: str) -> Opening:
         opening = msgspec.msgpack.decode(frame[_PREFIX.size :], type=Opening)
     except msgspec.DecodeError as error:
         raise ValueError(f"a malformed opening ({error})") from error
-    if opening.transport != transport:
+    if not opening.offers.keys() & set(transports):
+        theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
         raise ValueError(
-            f"transport {opening.transport!r}, ours is {transport!r}; start both with the same one"
+            f"an opening for transport {theirs}, ours is {ours}; give both the same --transport"
         )
     return opening

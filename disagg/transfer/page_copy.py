@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
-
-Bytes = npt.NDArray[np.uint8]
+from disagg.transfer.medium import Bytes
 
 #: Pages below this are copied many in one numpy call, which costs a copy more; others one by one.
 SMALL_PAGE_BYTES = 8 << 10

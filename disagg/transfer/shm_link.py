@@ -8,7 +8,7 @@
       |<======= (imm, count), ... either way =====>|  sent after the copy
 
 The tokens bind the two connections; SO_PEERCRED must show our own user. A name that cannot be
-reached means another host or network namespace. Copying and counting are the engine's.
+reached means another host or network namespace. How to copy is the medium's.
 """
 
 from __future__ import annotations
@@ -23,30 +23,22 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from pathlib import Path
 
 import msgspec
 
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.control import Control
-from disagg.transfer.interface import Peer, WritesDone
+from disagg.transfer.interface import Peer, Ticket, WritesDone
 from disagg.transfer.lease import HeldLease, Lease
-from disagg.transfer.page_copy import Bytes
-from disagg.transfer.waiter import READABLE, WRITABLE, Handler
+from disagg.transfer.medium import MAX_REGIONS, Arrived, Bytes, Job, Link, LinkError, decode
+from disagg.transfer.waiter import READABLE, WRITABLE
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-
-#: The kernel passes at most 253 descriptors at once; one is the lease.
-MAX_REGIONS = 252
 _MAX_INTRODUCTION_BYTES = 64 << 10
 _RECORD = struct.Struct("=II")
 _MAX_RECORDS = 512
 #: Packets read from one peer in one poll.
 _MAX_PACKETS = 512
-
-
-class LinkError(Exception):
-    """The link cannot go on: what the peer did, or what could not be reached."""
 
 
 class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -58,10 +50,14 @@ class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """In the opening: what the other side must say on the Unix socket, and where (who accepts)."""
+    """In the opening: what the other side must say on the Unix socket, and where (who accepts).
+
+    `host` is the same for two processes that can meet there, see `host_identity`.
+    """
 
     token: bytes
     name: str | None
+    host: str
 
 
 class _Introduction(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -80,31 +76,32 @@ class Note:
     end: WritesDone | None = None
 
 
-class ShmLink:
-    """One connection's Unix socket, leases and mapped regions. Every failure ends the connection.
+class ShmLink(Link):
+    """One connection's Unix socket, leases and mapped regions.
 
-    `own` lists the memory to pass: (descriptor, extent). `on_arrival(imm, count)` is called from
-    the control's `poll`.
+    `own` lists the memory to pass: (descriptor, extent). `copy_batch(jobs, regions)` copies about a
+    millisecond's worth from the front of the jobs and says what to tell the peer.
     """
+
+    path = "Unix socket"
 
     def __init__(
         self,
         control: Control,
         peer: Peer,
         own: list[tuple[int, Extent]],
-        on_arrival: Callable[[int, int], None],
+        arrived: Arrived,
         *,
+        copy_batch: Callable[[deque[Job], list[Bytes]], list[Note]],
         outgoing: bool,
     ) -> None:
-        self.peer = peer
+        super().__init__(control, peer)
         self.regions: list[Bytes] = []
-        self.their_epoch = 0
         self.notes: deque[Note] = deque()
-        self.lease: Lease | None = None
         self.held_lease: HeldLease | None = None
-        self._control = control
         self._own = own
-        self._on_arrival = on_arrival
+        self._arrived = arrived
+        self._copy_batch = copy_batch
         self._token = secrets.token_bytes(16)
         self._their_token = b""
         self._unix: socket.socket | None = None
@@ -117,53 +114,66 @@ class ShmLink:
             self._listener.setblocking(False)
             self._listener.bind(f"\0{name}")
             self._listener.listen(8)
-        self.info = msgspec.msgpack.encode(_Info(self._token, name))
+        self._host = host_identity()
+        self.info = msgspec.msgpack.encode(_Info(self._token, name, self._host))
 
-    def start(self, epoch: int, info: bytes) -> None:
-        """The peer's opening is here: dial its Unix socket, or wait for its call on ours."""
-        self._guarded(lambda: self._start(epoch, info))(0)
+    def fits(self, info: bytes) -> bool:
+        try:
+            return decode(info, _Info, "opening of shm").host == self._host
+        except LinkError:
+            return False
 
-    def take_arrivals(self) -> None:
-        """Count what the peer sent before its connection ended."""
-        if self._unix is not None and self.held_lease is not None:
-            self._guarded(self._receive_notes)(0)
+    def start(self, info: bytes) -> None:
+        """Dial the peer's Unix socket, or wait for its call on ours."""
+        self.guarded(lambda: self._start(info))(0)
 
-    def send_notes(self) -> list[WritesDone]:
-        """Send what the socket takes and return the events that this completes."""
+    def region_bytes(self) -> list[int]:
+        return [region.nbytes for region in self.regions]
+
+    def can_post(self, jobs: deque[Job]) -> bool:
+        return bool(jobs)
+
+    def post(self, jobs: deque[Job]) -> None:
+        """Copy one batch, if the peer still lets us."""
+        assert self.held_lease is not None, (
+            "jobs need the peer's regions, which came with its lease"
+        )
+        if not self.held_lease.begin():
+            self.control.close_peer(self.peer, "the peer took its memory back")
+            return
+        try:
+            self.notes += self._copy_batch(jobs, self.regions)
+        finally:
+            self.held_lease.end()
+
+    def end(self, ticket: Ticket) -> None:
+        self.notes.append(Note(imm=0, count=0, end=WritesDone(ticket=ticket)))
+
+    def take_ended(self) -> list[WritesDone]:
+        """Send notes: a ticket ends when its last one is sent."""
         ended: list[WritesDone] = []
-        self._guarded(lambda: self._send_notes(ended))(0)
+        self.guarded(lambda: self._send_notes(ended))(0)
         return ended
 
+    def take_arrivals(self) -> None:
+        if self._unix is not None and self.held_lease is not None:
+            self.guarded(self._receive_notes)(0)
+
     def close(self) -> None:
-        """Close all but our own lease, which the fence still needs. May be called twice."""
         for sock in (self._listener, self._unix):
             if sock is not None and sock.fileno() >= 0:
-                self._control.waiter.unwatch(sock.fileno())
+                self.control.waiter.unwatch(sock.fileno())
                 sock.close()
         self._unix = self._listener = None
         if self.held_lease is not None:
             self.held_lease.close()
 
-    def _guarded(self, step: Callable[[], None]) -> Handler:
-        def handler(_events: int) -> None:
-            try:
-                step()
-            except BlockingIOError:
-                pass  # readiness of a descriptor that had this number before
-            except (LinkError, ValueError) as broken:
-                self._control.close_peer(self.peer, str(broken))
-            except OSError as error:
-                self._control.close_peer(self.peer, f"Unix socket broke: {error}")
-
-        return handler
-
-    def _start(self, epoch: int, info: bytes) -> None:
-        theirs = _decode(info, _Info, "opening of shm")
-        self.their_epoch = epoch
+    def _start(self, info: bytes) -> None:
+        theirs = decode(info, _Info, "opening of shm")
         self._their_token = theirs.token
         if self._listener is not None:
-            accept = self._guarded(self._accept)
-            self._control.waiter.watch(self._listener.fileno(), READABLE, accept)
+            accept = self.guarded(self._accept)
+            self.control.waiter.watch(self._listener.fileno(), READABLE, accept)
             return
         if theirs.name is None:
             raise LinkError("malformed opening of shm: expected the name of a Unix socket")
@@ -189,7 +199,7 @@ class ShmLink:
         if _uid_of(unix) != os.getuid():
             unix.close()  # a stranger found the name; go on waiting for our peer
             return
-        self._control.waiter.unwatch(self._listener.fileno())
+        self.control.waiter.unwatch(self._listener.fileno())
         self._listener.close()
         self._listener = None
         self._unix = unix
@@ -198,7 +208,7 @@ class ShmLink:
     def _watch(self) -> None:
         assert self._unix is not None, "watched only while it is there"
         events = READABLE | (WRITABLE if self._blocked else 0)
-        self._control.waiter.watch(self._unix.fileno(), events, self._on_unix)
+        self.control.waiter.watch(self._unix.fileno(), events, self._on_unix)
 
     def _on_unix(self, events: int) -> None:
         if events & WRITABLE:
@@ -206,7 +216,7 @@ class ShmLink:
             self._watch()
         if events & ~WRITABLE:
             introduced = self.held_lease is not None
-            self._guarded(self._receive_notes if introduced else self._receive_introduction)(0)
+            self.guarded(self._receive_notes if introduced else self._receive_introduction)(0)
 
     def _introduce(self) -> None:
         assert self._unix is not None, "introduced on an open socket"
@@ -223,7 +233,7 @@ class ShmLink:
         try:
             if not packet:
                 raise LinkError("the peer closed the Unix socket")
-            theirs = _decode(packet, _Introduction, "introduction on the Unix socket")
+            theirs = decode(packet, _Introduction, "introduction on the Unix socket")
             if not secrets.compare_digest(theirs.token, self._token):
                 raise LinkError("the Unix socket was called with a wrong token")
             if len(fds) != len(theirs.regions) + 1 or flags & (
@@ -242,7 +252,7 @@ class ShmLink:
                 os.close(fd)
         if self.lease is None:
             self._introduce()
-        self._control.ready(self.peer)
+        self.control.ready(self.peer)
 
     def _receive_notes(self) -> None:
         assert self._unix is not None, "watched only while it is there"
@@ -252,15 +262,15 @@ class ShmLink:
             except BlockingIOError:
                 return
             if not packet:
-                self._control.waiter.unwatch(self._unix.fileno())
-                self._control.close_after_reading(self.peer, "the peer closed the Unix socket")
+                self.control.waiter.unwatch(self._unix.fileno())
+                self.control.close_after_reading(self.peer, "the peer closed the Unix socket")
                 return
             if len(packet) % _RECORD.size:
                 raise LinkError(
                     f"malformed notification of {len(packet)} bytes; expected {_RECORD.size} each"
                 )
             for imm, count in _RECORD.iter_unpack(packet):
-                self._on_arrival(imm, count)
+                self._arrived(imm, count)
 
     def _send_notes(self, ended: list[WritesDone]) -> None:
         while self.notes:
@@ -280,18 +290,21 @@ class ShmLink:
                     ended.append(note.end)
 
 
+def host_identity() -> str:
+    """Equal for two processes that can pass each other descriptors: same boot, network, user.
+
+    A container is a host of its own here, unless it shares the network and user namespaces.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "user"))
+    return "/".join(map(str, (boot, *spaces, os.getuid())))
+
+
 def _uid_of(unix: socket.socket) -> int:
     _pid, uid, _gid = struct.unpack(
         "=iII", unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     )
     return int(uid)
-
-
-def _decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise LinkError(f"malformed {what}: {error}") from error
 
 
 def _map_region(fd: int, extent: Extent) -> Bytes:

@@ -46,15 +46,20 @@ def writer_main(address, nbytes):
             if order == b"end":
                 return
             page_bytes, imm = map(int, order.split())
-            parts = max(1, nbytes // TICKET_BYTES)
-            sources, destinations = (
-                np.array_split(rng.permutation(nbytes // page_bytes) * page_bytes, parts)
-                for _ in range(2)
-            )
-            engine.send(peer, b"ready")
-            poll_until(engine, MessageReceived)
-            for source, destination in zip(sources, destinations, strict=True):
-                engine.write_pages(peer, region, descriptor, page_bytes, source, destination, imm)
+            write_scattered(engine, peer, region, descriptor, page_bytes, imm, rng)
+
+
+def write_scattered(engine, peer, region, descriptor, page_bytes, imm, rng):
+    """Say "ready", wait for "go", write every page from a random place to a random place."""
+    nbytes = region.memory.nbytes
+    parts = max(1, nbytes // TICKET_BYTES)
+    sources, destinations = (
+        np.array_split(rng.permutation(nbytes // page_bytes) * page_bytes, parts) for _ in range(2)
+    )
+    engine.send(peer, b"ready")
+    poll_until(engine, MessageReceived)
+    for source, destination in zip(sources, destinations, strict=True):
+        engine.write_pages(peer, region, descriptor, page_bytes, source, destination, imm)
 
 
 def measure(engine, peer, memory, page_bytes, imm):

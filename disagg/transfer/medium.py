@@ -1,0 +1,171 @@
+"""What a queued engine needs of whatever moves the bytes: a medium, and of it a link for each peer.
+
+    Medium      once an engine: memory, listening            name: how the opening calls it
+      | link()
+    Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
+                post(jobs) ... post(jobs), take_ended() ... take_arrivals(), close()
+
+A link takes writes from the front of its jobs, in order, and counts each in `num_posted` when it
+can no longer be withdrawn.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from disagg.kv_layout import Offsets
+from disagg.transfer.control import Control
+from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
+from disagg.transfer.lease import Lease
+from disagg.transfer.sockets import reason_of
+from disagg.transfer.waiter import Handler
+
+Bytes = npt.NDArray[np.uint8]
+
+#: The kernel passes at most 253 descriptors at once; one is a lease.
+MAX_REGIONS = 252
+
+#: Counts arrivals of an immediate: `arrived(imm, count)`.
+Arrived = Callable[[int, int], None]
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
+
+class LinkError(Exception):
+    """The link cannot go on: what the peer did, or what could not be reached."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """The writes of a ticket: `num_posted` whole ones are out, and `within` bytes of the next.
+
+    `region` is the peer's; every offset was checked.
+    """
+
+    ticket: Ticket
+    peer: Peer
+    source: Bytes
+    region: int
+    write_bytes: int
+    source_offsets: Offsets
+    destination_offsets: Offsets
+    imm: int
+    num_posted: int = 0
+    within: int = 0
+
+    @property
+    def is_posted(self) -> bool:
+        """Whether all writes are out."""
+        return self.num_posted == len(self.source_offsets)
+
+
+class Link(ABC):
+    """One connection's path for writes. Every failure ends the connection.
+
+    `info` is for our opening. `lease` is what the peer holds while it writes here; None: after
+    `close` nothing of it can land.
+    """
+
+    #: How errors call the path: "... broke".
+    path: ClassVar[str]
+
+    def __init__(self, control: Control, peer: Peer) -> None:
+        self.control = control
+        self.peer = peer
+        self.info = b""
+        self.lease: Lease | None = None
+
+    def fits(self, info: bytes) -> bool:
+        """Whether a peer with this opening can be reached; asked if there is another way."""
+        return bool(info)
+
+    @abstractmethod
+    def start(self, info: bytes) -> None:
+        """The peer's opening is here: build the path, then `control.ready`."""
+
+    @abstractmethod
+    def region_bytes(self) -> list[int]:
+        """Sizes of the peer's regions; known once ready."""
+
+    @abstractmethod
+    def can_post(self, jobs: deque[Job]) -> bool:
+        """Whether `post` would move something now."""
+
+    @abstractmethod
+    def post(self, jobs: deque[Job]) -> None:
+        """Move a bounded amount. Jobs whose writes are all out leave `jobs`."""
+
+    @abstractmethod
+    def end(self, ticket: Ticket) -> None:
+        """A job was taken out of the queue: end its ticket after what is out already."""
+
+    @abstractmethod
+    def take_ended(self) -> list[WritesDone]:
+        """Tickets whose posted writes read their source no more, each returned once."""
+
+    @abstractmethod
+    def take_arrivals(self) -> None:
+        """The connection ended: count what the peer wrote before."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all but `lease`, which the fence still needs. May be called twice."""
+
+    def guarded(self, step: Callable[[], None]) -> Handler:
+        """A handler that runs `step` and ends the connection if it fails."""
+
+        def handler(_events: int) -> None:
+            try:
+                step()
+            except BlockingIOError:
+                pass  # readiness of a descriptor that had this number before
+            except (LinkError, TransferError, ValueError) as broken:
+                self.control.close_peer(self.peer, str(broken))
+            except OSError as error:
+                why = f"{self.path} broke: {reason_of(error)}"
+                self.control.close_after_reading(self.peer, why)
+
+        return handler
+
+
+class Medium(ABC):
+    """A way to move bytes, once in each engine."""
+
+    #: Its name in openings and for `--transport`.
+    name: ClassVar[str]
+
+    @abstractmethod
+    def register(self, memory: Memory, view: Bytes) -> None:
+        """One more region; `view` is its bytes. TransferError if it cannot be reached this way."""
+
+    @abstractmethod
+    def listen(self, control: Control, host: str) -> None:
+        """The engine listens on `host`. TransferError."""
+
+    @abstractmethod
+    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
+        """A link for a new connection. `arrived` is called from the control's `poll`."""
+
+    @abstractmethod
+    def look(self, control: Control) -> None:
+        """Called in each `poll`, for what has a deadline."""
+
+    @abstractmethod
+    def close(self, control: Control) -> None:
+        """Drop all memory. May be called twice."""
+
+
+def decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:
+    """A peer's msgpack struct. LinkError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise LinkError(f"malformed {what}: {error}") from error

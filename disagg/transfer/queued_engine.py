@@ -1,0 +1,310 @@
+"""All of a transfer engine but the moving of bytes: regions, tickets, jobs of each peer.
+
+    write_pages --> jobs of a peer --turns--> link.post --> link.take_ended --> WritesDone
+    Opened --> the first medium that fits --> link.start --> control.ready
+    Lost --> link.close --> PeerLost --> its lease, if it has one, is free --> PeerFenced
+
+What moves bytes is a medium (`medium.py`), messages and waiting are `control.py`. Peers take turns:
+one poll posts for one of them, a bounded amount, so that the caller can look at other things.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from disagg.kv_layout import Offsets
+from disagg.transfer.bounds import check_offsets, check_pages
+from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Control, Lost, Opened
+from disagg.transfer.imm_counter import ImmCounter
+from disagg.transfer.interface import (
+    Event,
+    ImmReached,
+    Memory,
+    MemoryRegion,
+    Peer,
+    PeerFenced,
+    PeerLost,
+    Ticket,
+    TransferEngine,
+    TransferError,
+)
+from disagg.transfer.lease import FENCE_INTERVAL_SECONDS, Fences
+from disagg.transfer.medium import MAX_REGIONS, Bytes, Job, Link, Medium
+
+
+class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A `MemoryRegion.descriptor`: the engine that registered the region, and which one it is."""
+
+    epoch: int
+    region: int
+
+
+@dataclass(kw_only=True)
+class _Peer:
+    """`links`: one for each medium until the peer's opening is here, then the chosen one."""
+
+    links: dict[str, Link]
+    epoch: int = 0
+    jobs: deque[Job] = field(default_factory=deque)
+
+    @property
+    def link(self) -> Link:
+        return next(iter(self.links.values()))
+
+
+class QueuedEngine(TransferEngine):
+    """See `interface.py`. `media` in order of preference, which is the same in all engines.
+
+    `clock` counts seconds; it times openings and the looks at a fence.
+    """
+
+    def __init__(
+        self,
+        media: Sequence[Medium],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+    ) -> None:
+        self._epoch = secrets.randbits(64)
+        self._media = media
+        self._control = Control(
+            transports=[medium.name for medium in media],
+            epoch=self._epoch,
+            make_offers=self._make_links,
+            clock=clock,
+            opening_timeout=opening_timeout,
+        )
+        self._counter = ImmCounter()
+        self._views: list[Bytes] = []
+        self._started = False
+        self._peers: dict[Peer, _Peer] = {}
+        self._open: dict[Ticket, Job] = {}
+        self._last_ticket = 0
+        self._fences = Fences(clock)
+        self._announced: set[Peer] = set()  # lost and said so, not fenced yet
+        self._events: list[Event] = []
+
+    def register(self, memory: Memory) -> MemoryRegion:
+        if self._started or len(self._views) == MAX_REGIONS:
+            raise TransferError(
+                f"register at most {MAX_REGIONS} regions, before listen and connect; got one more"
+            )
+        buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+        view = np.ctypeslib.as_array(buffer)
+        for medium in self._media:
+            medium.register(memory, view)
+        descriptor = _Descriptor(self._epoch, len(self._views))
+        self._views.append(view)
+        return MemoryRegion(memory=memory, descriptor=msgspec.msgpack.encode(descriptor))
+
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        self._started = True
+        bound = self._control.listen(host, port)
+        for medium in self._media:
+            medium.listen(self._control, host)
+        return bound
+
+    def connect(self, host: str, port: int) -> Peer:
+        self._started = True
+        return self._control.connect(host, port)
+
+    def close_peer(self, peer: Peer, why: str) -> None:
+        self._control.close_peer(peer, why)
+
+    def send(self, peer: Peer, data: bytes) -> None:
+        self._control.send(peer, data)
+
+    def write(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        src_offset: int,
+        dst: bytes,
+        dst_offset: int,
+        nbytes: int,
+        imm: int,
+    ) -> Ticket:
+        sources, destinations = np.array([src_offset]), np.array([dst_offset])
+        return self.write_pages(peer, src, dst, nbytes, sources, destinations, imm)
+
+    def write_pages(
+        self,
+        peer: Peer,
+        src: MemoryRegion,
+        dst: bytes,
+        page_bytes: int,
+        src_offsets: Offsets,
+        dst_offsets: Offsets,
+        imm: int,
+    ) -> Ticket:
+        check_pages(page_bytes, src_offsets, dst_offsets, imm)
+        own = _find("source", src.descriptor, self._epoch, len(self._views))
+        check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
+        if not self._control.is_open(peer):
+            self._last_ticket += 1
+            return self._last_ticket
+        known = self._peers[peer]
+        sizes = known.link.region_bytes()
+        region = _find("destination", dst, known.epoch, len(sizes))
+        check_offsets("destination", dst_offsets, page_bytes, sizes[region])
+        self._last_ticket += 1
+        job = Job(
+            ticket=self._last_ticket,
+            peer=peer,
+            source=self._views[own],
+            region=region,
+            write_bytes=page_bytes,
+            source_offsets=np.array(src_offsets, dtype=np.int64),
+            destination_offsets=np.array(dst_offsets, dtype=np.int64),
+            imm=imm,
+        )
+        self._open[job.ticket] = job
+        known.jobs.append(job)
+        return job.ticket
+
+    def expect(self, peer: Peer, imm: int, count: int) -> None:
+        self._counter.expect(peer, imm, count)
+
+    def lower(self, imm: int, count: int) -> None:
+        self._counter.lower(imm, count)
+
+    def forget(self, imm: int) -> None:
+        self._counter.forget(imm)
+
+    def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
+        jobs = [self._open.get(ticket) for ticket in tickets]
+        posted = 0
+        for job in jobs:
+            if job is None or not self._control.is_open(job.peer):
+                return None  # the peer is lost: what it will still count is unknown
+            posted += job.num_posted
+        for job in jobs:
+            assert job is not None, "checked above"
+            known = self._peers[job.peer]
+            if job in known.jobs:
+                known.jobs.remove(job)
+                known.link.end(job.ticket)  # `WritesDone` of those writes that were posted
+        return posted
+
+    def poll(self, timeout: float) -> list[Event]:
+        self._post_next()
+        for known in self._peers.values():
+            for end in known.link.take_ended():
+                del self._open[end.ticket]
+                self._events.append(end)
+        for medium in self._media:
+            medium.look(self._control)
+        self._fence(self._fences.look())
+        self._take_reached()
+        if self._events or any(known.link.can_post(known.jobs) for known in self._peers.values()):
+            timeout = 0.0
+        elif self._fences:
+            timeout = min(timeout, FENCE_INTERVAL_SECONDS)
+        for event in self._control.poll(timeout):
+            if isinstance(event, Opened):
+                self._on_opened(event)
+            elif isinstance(event, Lost):
+                self._on_lost(event)
+            else:
+                self._events.append(event)
+        self._take_reached()
+        taken, self._events = self._events, []
+        return taken
+
+    def wake(self) -> None:
+        self._control.waiter.wake()
+
+    def close(self) -> None:
+        """See `interface.py`. With shm, a batch under way (about a millisecond) may still land."""
+        for known in self._peers.values():
+            for link in known.links.values():
+                link.close()
+                if link.lease is not None:
+                    link.lease.revoke()
+                    link.lease.close()
+        self._fences.close()
+        for medium in self._media:
+            medium.close(self._control)
+        self._control.close()
+        self._peers, self._open = {}, {}
+        self._views, self._events = [], []
+
+    def _make_links(self, peer: Peer, outgoing: bool) -> dict[str, bytes]:
+        arrived = partial(self._counter.count, peer)
+        links = {
+            medium.name: medium.link(self._control, peer, arrived, outgoing=outgoing)
+            for medium in self._media
+        }
+        self._peers[peer] = _Peer(links=links)
+        return {name: link.info for name, link in links.items()}
+
+    def _on_opened(self, opened: Opened) -> None:
+        """Both sides choose here, each by itself and by the same rule."""
+        if not self._control.is_open(opened.peer):
+            return  # lost in the same poll
+        known = self._peers[opened.peer]
+        *better, last = (name for name in known.links if name in opened.offers)
+        chosen = next((n for n in better if known.links[n].fits(opened.offers[n])), last)
+        for name in known.links.keys() - {chosen}:
+            known.links.pop(name).close()
+        known.epoch = opened.epoch
+        known.link.start(opened.offers[chosen])
+
+    def _post_next(self) -> None:
+        """Post for the peer that has waited longest, if any has something to post."""
+        for peer, known in self._peers.items():
+            if self._control.is_open(peer) and known.link.can_post(known.jobs):
+                self._peers[peer] = self._peers.pop(peer)  # to the end: peers take turns
+                known.link.post(known.jobs)
+                return
+
+    def _take_reached(self) -> None:
+        self._events += [ImmReached(imm=imm) for imm in self._counter.take_reached()]
+
+    def _on_lost(self, lost: Lost) -> None:
+        known = self._peers.pop(lost.peer, None)
+        if known is None:  # not even a socket could be had for it
+            self._events += [PeerLost(peer=lost.peer, why=lost.why), PeerFenced(peer=lost.peer)]
+            return
+        known.link.take_arrivals()
+        self._take_reached()
+        self._counter.forget_peer(lost.peer)
+        for link in known.links.values():
+            link.close()
+        for ticket in [ticket for ticket, job in self._open.items() if job.peer == lost.peer]:
+            del self._open[ticket]
+        if lost.announced:
+            self._events.append(PeerLost(peer=lost.peer, why=lost.why))
+            self._announced.add(lost.peer)
+        if known.link.lease is None:
+            self._fence([lost.peer])
+        else:
+            self._fences.add(lost.peer, known.link.lease)
+
+    def _fence(self, peers: list[Peer]) -> None:
+        for peer in self._announced.intersection(peers):
+            self._announced.remove(peer)
+            self._events.append(PeerFenced(peer=peer))
+
+
+def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:
+    """Which of an engine's regions a descriptor names, or TransferError."""
+    try:
+        named = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TransferError(f"{what}: not a region descriptor: {error}") from error
+    if named.epoch != epoch or not 0 <= named.region < num_regions:
+        raise TransferError(
+            f"{what}: expected a descriptor of a region that this peer registered, got another;"
+            " take the one it sent on this connection"
+        )
+    return named.region

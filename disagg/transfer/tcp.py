@@ -1,0 +1,145 @@
+"""Transfer engine for any two hosts: pages travel on a TCP connection beside the messages.
+
+    jobs of a peer --frame--> sendmsg from the pages ==TCP==> recvmsg into the pages --> count
+                                 |
+    WritesDone <-- the kernel took all
+    PeerLost --> the data connection is closed and nobody reads it any more --> PeerFenced
+
+The data connection of two engines is `tcp_link.py`, its frames `tcp_frames.py`, all that is not
+about bytes `queued_engine.py`. Here: the listener for data connections, and who it lets in.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.transfer.control import (
+    MAX_OPENING_CONNECTIONS,
+    OPENING_TIMEOUT_SECONDS,
+    Control,
+)
+from disagg.transfer.interface import Memory, Peer
+from disagg.transfer.medium import Arrived, Bytes, Medium
+from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.sockets import open_listener
+from disagg.transfer.tcp_link import TOKEN_BYTES, Send, TcpLink
+from disagg.transfer.waiter import READABLE
+
+
+def send_buffers(data: socket.socket, buffers: list[memoryview]) -> int:
+    """How many bytes the kernel took. BlockingIOError if none."""
+    return data.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
+
+
+class TcpTransferEngine(QueuedEngine):
+    """See `interface.py`. Memory needs no descriptor."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+    ) -> None:
+        medium = TcpMedium(clock=clock, opening_timeout=opening_timeout, send=self._send)
+        super().__init__([medium], clock=clock, opening_timeout=opening_timeout)
+
+    def _send(self, data: socket.socket, buffers: list[memoryview]) -> int:
+        """`send_buffers`; a method so that tests can stop a process in the middle of a frame."""
+        return send_buffers(data, buffers)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Stranger:
+    """A data connection whose token is not here yet."""
+
+    socket: socket.socket
+    deadline: float
+    token: bytes = b""
+
+
+class TcpMedium(Medium):
+    """The memory that peers may write to, and one listener for their data connections."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+        send: Send = send_buffers,
+    ) -> None:
+        self._clock = clock
+        self._opening_timeout = opening_timeout
+        self._send = send
+        self._regions: list[Bytes] = []
+        self._listener: socket.socket | None = None
+        self._links: dict[bytes, TcpLink] = {}  # by token, until their connection is here
+        self._strangers: list[_Stranger] = []  # in the order of their deadlines
+
+    def register(self, memory: Memory, view: Bytes) -> None:
+        self._regions.append(view)
+
+    def listen(self, control: Control, host: str) -> None:
+        self._listener = open_listener(host, 0)
+        control.waiter.watch(self._listener.fileno(), READABLE, lambda _: self._accept(control))
+
+    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> TcpLink:
+        link = TcpLink(control, peer, self._regions, arrived, self._send)
+        if not outgoing:
+            assert self._listener is not None, "whoever accepts listens"
+            link.await_call(self._listener.getsockname()[1], self._links)
+        return link
+
+    def look(self, control: Control) -> None:
+        """End data connections that are silent for too long."""
+        while self._strangers and self._strangers[0].deadline <= self._clock():
+            self._dismiss(control, self._strangers[0]).close()
+
+    def close(self, control: Control) -> None:
+        while self._strangers:
+            self._dismiss(control, self._strangers[0]).close()
+        if self._listener is not None:
+            control.waiter.unwatch(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        self._regions = []
+
+    def _accept(self, control: Control) -> None:
+        assert self._listener is not None, "only a watched listener accepts"
+        try:
+            data, _ = self._listener.accept()
+        except OSError:
+            return  # it left before we looked, or no descriptors are left: accept(2) says try again
+        data.setblocking(False)
+        stranger = _Stranger(socket=data, deadline=self._clock() + self._opening_timeout)
+        self._strangers.append(stranger)
+        control.waiter.watch(data.fileno(), READABLE, lambda _: self._hear(control, stranger))
+        if len(self._strangers) > MAX_OPENING_CONNECTIONS:
+            self._dismiss(control, self._strangers[0]).close()
+
+    def _hear(self, control: Control, stranger: _Stranger) -> None:
+        """Take some of the token; once whole, it names the link, or nobody's."""
+        try:
+            more = stranger.socket.recv(TOKEN_BYTES - len(stranger.token))
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""  # it is gone, like at the end of the stream
+        stranger.token += more
+        if more and len(stranger.token) < TOKEN_BYTES:
+            return
+        data, link = self._dismiss(control, stranger), self._links.get(stranger.token)
+        if link is None:
+            data.close()
+        else:
+            link.take(data)
+
+    def _dismiss(self, control: Control, stranger: _Stranger) -> socket.socket:
+        """No stranger any more; its connection."""
+        self._strangers.remove(stranger)
+        control.waiter.unwatch(stranger.socket.fileno())
+        return stranger.socket

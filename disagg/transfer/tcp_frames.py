@@ -1,0 +1,134 @@
+"""Frames of a data connection: writes of one size with one immediate, sent from and into the pages.
+
+| region u32 | imm u32 | writes u32 | bytes a write u64 | offset u64 of each | payloads, in order |
+'-------------------- header, checked ----------------'---- checked ------'- straight to memory -'
+
+All numbers are little endian. Nothing is copied on the way: the kernel gathers a frame from slices
+of the source region, and scatters it into slices of the destination.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import numpy as np
+
+from disagg.kv_layout import Offsets
+from disagg.transfer.bounds import check_offsets
+from disagg.transfer.interface import Ticket
+from disagg.transfer.medium import Arrived, Bytes, Job, LinkError
+
+#: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
+MAX_FRAME_WRITES = 256
+#: Payload of a frame of several writes. One larger write has a frame of its own.
+FRAME_BYTES = 1 << 20
+
+HEADER = struct.Struct("<IIIQ")
+
+
+class _Pages:
+    """The payload of a frame: slices of a region, and how much of it has moved."""
+
+    def __init__(self, region: Bytes, offsets: Offsets, write_bytes: int) -> None:
+        # One byte of each page, all at once: the cache and page-table misses that every page
+        # starts with overlap here, instead of stopping the kernel's copy once for each page.
+        _ = region[offsets]
+        view = region.data
+        self._pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
+        self._write_bytes = write_bytes
+        self._moved = 0
+        self.left = len(offsets) * write_bytes
+
+    def rest(self) -> list[memoryview]:
+        """What is still to move, of a huge write the next `FRAME_BYTES`."""
+        first, within = divmod(self._moved, self._write_bytes)
+        pages = self._pages[first:]
+        if pages:
+            pages[0] = pages[0][within : within + FRAME_BYTES]
+        return pages
+
+    def advance(self, nbytes: int) -> None:
+        self._moved += nbytes
+        self.left -= nbytes
+
+
+class OutgoingFrame:
+    """The next writes of a job, posted by making it. `ends`: tickets that end with it."""
+
+    def __init__(self, job: Job) -> None:
+        count = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // job.write_bytes))
+        some = slice(job.num_posted, job.num_posted + count)
+        sources, destinations = job.source_offsets[some], job.destination_offsets[some]
+        job.num_posted += len(sources)
+        header = HEADER.pack(job.region, job.imm, len(sources), job.write_bytes)
+        self._head = memoryview(header + destinations.astype("<u8").tobytes())
+        self._pages = _Pages(job.source, sources, job.write_bytes)
+        self.ends: list[Ticket] = []
+
+    def rest(self) -> list[memoryview]:
+        """Buffers to send next."""
+        return [self._head, *self._pages.rest()] if self._head else self._pages.rest()
+
+    def advance(self, nbytes: int) -> bool:
+        """So much was sent; whether that was all."""
+        of_head = min(nbytes, len(self._head))
+        self._head = self._head[of_head:]
+        self._pages.advance(nbytes - of_head)
+        return not self._pages.left
+
+
+class FrameReader:
+    """One connection's incoming frames. `regions` are what its peer may write to."""
+
+    def __init__(self, regions: list[Bytes], arrived: Arrived) -> None:
+        self._regions = regions
+        self._arrived = arrived
+        self._head = memoryview(bytearray(HEADER.size + 8 * MAX_FRAME_WRITES))
+        self._head_bytes, self._wanted = 0, HEADER.size
+        self._pages: _Pages | None = None
+
+    @property
+    def is_between_frames(self) -> bool:
+        return self._pages is None and self._head_bytes == 0
+
+    def receive(self, data: socket.socket) -> int:
+        """Take what one system call gives; number of bytes, 0 at the end of the stream.
+
+        BlockingIOError if there is nothing. LinkError or TransferError for a frame that is wrong,
+        of which nothing was written; then do not call again.
+        """
+        if self._pages is None:
+            nbytes = data.recv_into(self._head[self._head_bytes : self._wanted])
+            self._head_bytes += nbytes
+            if self._head_bytes == self._wanted:
+                self._take_head()
+            return nbytes
+        nbytes = data.recvmsg_into(self._pages.rest())[0]
+        self._pages.advance(nbytes)
+        if not self._pages.left:
+            _, imm, count, _ = HEADER.unpack_from(self._head)
+            self._pages = None
+            self._head_bytes, self._wanted = 0, HEADER.size
+            self._arrived(imm, count)
+        return nbytes
+
+    def _take_head(self) -> None:
+        """The header is here, or the offsets behind it too."""
+        region, _, count, write_bytes = HEADER.unpack_from(self._head)
+        if self._wanted == HEADER.size:
+            if region >= len(self._regions):
+                raise LinkError(
+                    f"a frame for region {region}; expected 0 to {len(self._regions) - 1}"
+                )
+            if not 1 <= count <= MAX_FRAME_WRITES or write_bytes < 1:
+                raise LinkError(f"a frame of {count} writes of {write_bytes} bytes")
+            if count > 1 and count * write_bytes > FRAME_BYTES:
+                raise LinkError(f"a frame of {count * write_bytes} bytes; expected {FRAME_BYTES}")
+            self._wanted += 8 * count
+            return
+        # Beyond 2**63 they read as negative, and are refused as such.
+        offsets = np.frombuffer(self._head[HEADER.size : self._wanted], dtype="<i8")
+        memory = self._regions[region]
+        check_offsets("destination", offsets, write_bytes, memory.nbytes)
+        self._pages = _Pages(memory, offsets, write_bytes)

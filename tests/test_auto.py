@@ -1,0 +1,105 @@
+"""Two engines choose a transport, each by itself, from what both openings offer."""
+
+import contextlib
+import itertools
+import os
+
+import pytest
+
+from disagg.transfer import shm_link
+from disagg.transfer.auto import TRANSPORTS, AutoTransferEngine, make_engine
+from disagg.transfer.interface import PeerFenced, PeerLost
+from disagg.transfer.shm import ShmTransferEngine
+from disagg.transfer.shm_link import ShmLink, host_identity
+from disagg.transfer.tcp import TcpTransferEngine
+from disagg.transfer.tcp_link import TcpLink
+from tests.test_transfer_conformance import Node, World
+
+
+@pytest.fixture
+def world():
+    with contextlib.closing(World(AutoTransferEngine)) as world:
+        yield world
+
+
+def node(world, transport):
+    world.nodes.append(Node(make_engine(transport), 4096))
+    return world.nodes[-1]
+
+
+def kind_of_link(world, dialler, listener):
+    """Which link both ends of a new connection have; pages cross it both ways."""
+    there, back = world.connect(dialler, listener)
+    listener.bytes[:64] = dialler.bytes[:64] = 7
+    dialler.engine.expect(there, 1, 1)
+    listener.engine.expect(back, 1, 1)
+    dialler.engine.write(there, dialler.region, 0, listener.region.descriptor, 100, 64, 1)
+    listener.engine.write(back, listener.region, 0, dialler.region.descriptor, 200, 64, 1)
+    world.run(lambda: dialler.reached == listener.reached == [1])
+    assert listener.bytes[100:164].all()
+    assert dialler.bytes[200:264].all()
+    links = [dialler.engine._peers[there].links, listener.engine._peers[back].links]
+    (kind,) = {type(link) for each in links for link in each.values()}
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("dialling", "listening", "kind"),
+    [
+        ("auto", "auto", ShmLink),
+        ("auto", "shm", ShmLink),
+        ("shm", "auto", ShmLink),
+        ("auto", "tcp", TcpLink),
+        ("tcp", "auto", TcpLink),
+    ],
+)
+def test_both_sides_choose_the_first_that_both_have(world, dialling, listening, kind):
+    assert kind_of_link(world, node(world, dialling), node(world, listening)) is kind
+
+
+def test_different_hosts_choose_tcp(world, monkeypatch):
+    hosts = map(str, itertools.count())
+    monkeypatch.setattr(shm_link, "host_identity", lambda: next(hosts))
+    assert kind_of_link(world, node(world, "auto"), node(world, "auto")) is TcpLink
+
+
+def test_one_listener_serves_both_kinds(world):
+    listener = node(world, "auto")
+    peers = [node(world, transport) for transport in ("shm", "tcp")]
+    for dialler in peers:
+        world.connect(dialler, listener)
+    kinds = [type(known.link) for known in listener.engine._peers.values()]
+    assert kinds == [ShmLink, TcpLink]
+
+
+def test_nothing_in_common_is_refused_with_both_names(world):
+    dialler, listener = node(world, "shm"), node(world, "tcp")
+    dialler.engine.connect(*listener.engine.listen("127.0.0.1", 0))
+    world.run(lambda: dialler.of(PeerFenced))
+    why = dialler.of(PeerLost)[0].why
+    assert "an opening for transport tcp, ours is shm; give both the same --transport" in why
+
+
+def test_the_host_identity_is_of_host_network_and_user(monkeypatch):
+    ours = host_identity()
+    assert ours == host_identity()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert ours != host_identity()
+
+
+def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
+    """Neither a Unix listener nor a token that still opens the door."""
+    kinds = kind_of_link(world, node(world, "auto"), node(world, "auto"))
+    assert kinds is ShmLink
+    for each in world.nodes:
+        assert each.engine._media[1]._links == {}
+        assert len(each.engine._peers) == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_has_an_engine_and_no_other_name_has(transport):
+    wanted = {"auto": AutoTransferEngine, "shm": ShmTransferEngine, "tcp": TcpTransferEngine}
+    with contextlib.closing(make_engine(transport)) as engine:
+        assert type(engine) is wanted[transport]
+    with pytest.raises(ValueError, match=r"expected one of auto, shm, tcp, got 'rdma'"):
+        make_engine("rdma")

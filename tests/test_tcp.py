@@ -1,0 +1,508 @@
+"""What only tcp has: its frames, its data connections, and peers that lie on either."""
+
+import contextlib
+import secrets
+import socket
+import struct
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Control, Lost, Opened
+from disagg.transfer.interface import (
+    ImmReached,
+    Memory,
+    MessageReceived,
+    PeerFenced,
+    PeerLost,
+    WritesDone,
+)
+from disagg.transfer.opening import Opening, encode_opening
+from disagg.transfer.tcp import TcpTransferEngine
+from disagg.transfer.tcp_frames import FRAME_BYTES, HEADER, MAX_FRAME_WRITES
+from disagg.transfer.tcp_link import CALL_BYTES, TOKEN_BYTES
+from tests.test_transfer_conformance import (
+    DEADLINE_SECONDS,
+    KIB,
+    MIB,
+    World,
+    noise,
+    shuffled,
+    was_closed,
+)
+
+
+@pytest.fixture
+def world():
+    with contextlib.closing(World(TcpTransferEngine)) as world:
+        yield world
+
+
+def link_of(node, peer):
+    return node.engine._peers[peer].link
+
+
+def make_buffers_small(node, peer):
+    """The kernel's, so that a frame does not fit. (Below two segments, TCP waits on timers.)"""
+    data = link_of(node, peer)._data
+    for option, nbytes in ((socket.SO_SNDBUF, 32 * KIB), (socket.SO_RCVBUF, 128 * KIB)):
+        data.setsockopt(socket.SOL_SOCKET, option, nbytes)
+
+
+class ChoppyTcp(TcpTransferEngine):
+    """Its kernel takes a few bytes at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+        self.most = 64
+
+    def _send(self, data, buffers):
+        return super()._send(data, [b"".join(buffers)[: self.rng.integers(1, self.most)]])
+
+
+def write_all(writer, there, owner, page, imm=1):
+    """One ticket with every page of the region, in random places."""
+    count = writer.bytes.size // page
+    return writer.engine.write_pages(
+        there,
+        writer.region,
+        owner.region.descriptor,
+        page,
+        shuffled(count, page, seed=1),
+        shuffled(count, page, seed=2),
+        imm,
+    )
+
+
+# --- Moving ---
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "page", "most"),
+    [
+        (10 * KIB, 24, 64),
+        (100 * KIB, 1000, 5000),
+        (4 * MIB, 300 * KIB, MIB),
+        (3 * MIB, MIB + 9, MIB),
+    ],
+)
+def test_frames_cut_anywhere_arrive_whole(nbytes, page, most):
+    """In the header, in the offsets, inside and between pages."""
+    with contextlib.closing(World(ChoppyTcp)) as world:
+        cut_frames(world, nbytes, page, most)
+
+
+def cut_frames(world, nbytes, page, most):
+    writer, owner = world.node(nbytes), world.node(nbytes)
+    writer.engine.most = most
+    there, back = world.connect(writer, owner)
+    writer.bytes[:] = noise(nbytes)
+    count = nbytes // page
+    owner.engine.expect(back, 1, count)
+    write_all(writer, there, owner, page)
+    world.run(lambda: owner.reached == [1])
+    whole = count * page
+    ours, theirs = (node.bytes[:whole].reshape(count, page) for node in (writer, owner))
+    order = [shuffled(count, page, seed=seed) // page for seed in (1, 2)]
+    np.testing.assert_array_equal(theirs[order[1]], ours[order[0]])
+    assert not owner.bytes[whole:].any()
+
+
+def test_memory_needs_no_descriptor(world):
+    writer, owner = world.node(4096), world.node(4096)
+    plain = np.full(64, 9, dtype=np.uint8)
+    region = writer.engine.register(Memory(address=plain.ctypes.data, nbytes=64))
+    there, back = world.connect(writer, owner)
+    owner.engine.expect(back, 1, 1)
+    writer.engine.write(there, region, 0, owner.region.descriptor, 5, 64, 1)
+    world.run(lambda: owner.reached == [1])
+    assert owner.bytes.sum() == 9 * 64
+
+
+def test_one_poll_sends_a_bounded_amount_and_peers_take_turns(world):
+    writer = world.node(4 * MIB)
+    owners = [world.node(4 * MIB) for _ in range(2)]
+    peers = [world.connect(writer, owner)[0] for owner in owners]
+    world.rounds(5)
+    for owner, there in zip(owners, peers, strict=True):
+        write_all(writer, there, owner, 64 * KIB)
+    jobs = [writer.engine._peers[there].jobs[0] for there in peers]
+    posted = []
+    for _ in range(4):
+        before = [job.num_posted for job in jobs]
+        writer.poll()
+        posted.append([job.num_posted - b for job, b in zip(jobs, before, strict=True)])
+        for owner in owners:
+            owner.poll()
+    per_turn = FRAME_BYTES // (64 * KIB)
+    assert all(sorted(each) in ([0, 0], [0, per_turn]) for each in posted)
+    assert [sum(each) for each in zip(*posted, strict=True)] == [2 * per_turn, 2 * per_turn]
+
+
+def test_one_poll_makes_a_bounded_number_of_small_frames(world):
+    writer, owner = world.node(), world.node()
+    there, _ = world.connect(writer, owner)
+    world.rounds(5)
+    for _ in range(1000):
+        writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 1, 1)
+    writer.poll()
+    assert 0 < len(writer.ended) <= FRAME_BYTES // CALL_BYTES
+
+
+def test_a_peer_that_does_not_read_stops_its_own_writes_only(world):
+    """What is outstanding is bounded, waiting costs nothing, messages and other peers go on."""
+    writer, sleeper, owner = world.node(16 * MIB), world.node(16 * MIB), world.node(16 * MIB)
+    there, back = world.connect(writer, sleeper)
+    other, other_back = world.connect(writer, owner)
+    make_buffers_small(writer, there)
+    make_buffers_small(sleeper, back)
+    world.nodes.remove(sleeper)
+    writer.bytes[:] = 1
+    ticket = write_all(writer, there, sleeper, 64 * KIB)
+    job = writer.engine._open[ticket]
+    owner.engine.expect(other_back, 2, 256)
+    write_all(writer, other, owner, 64 * KIB, imm=2)
+    writer.engine.send(other, b"still there")
+    world.run(lambda: owner.reached == [2] and len(owner.of(MessageReceived)) == 2)
+    world.rounds()
+    start = time.monotonic()
+    writer.poll(0.05)
+    assert time.monotonic() - start >= 0.045
+    assert job.num_posted <= 2 * FRAME_BYTES // (64 * KIB)
+    posted = writer.engine.withdraw([ticket])
+    assert posted == job.num_posted > 0
+    sleeper.engine.expect(back, 1, posted)
+    world.nodes.append(sleeper)
+    world.run(lambda: sleeper.reached == [1] and ticket in writer.ended)
+    world.rounds()
+    assert sleeper.bytes.sum() == posted * 64 * KIB
+    sleeper.close()
+    world.nodes.remove(sleeper)
+
+
+def test_a_withdrawn_ticket_ends_when_its_last_frame_is_sent(world):
+    writer, owner = world.node(4 * MIB), world.node(4 * MIB)
+    there, back = world.connect(writer, owner)
+    make_buffers_small(writer, there)
+    make_buffers_small(owner, back)
+    world.rounds(5)
+    first, second = (write_all(writer, there, owner, 64 * KIB, imm) for imm in (1, 2))
+    while not writer.engine._open[first].num_posted:
+        writer.poll()
+    assert writer.engine.withdraw([first, second]) == FRAME_BYTES // (64 * KIB)
+    assert writer.poll() == []  # the frame is half sent, and reads its source
+    owner.engine.expect(back, 1, FRAME_BYTES // (64 * KIB))
+    world.run(lambda: sorted(writer.ended) == [first, second] and owner.reached == [1])
+
+
+def test_messages_do_not_wait_behind_writes(world, impostor):
+    """The peer reads messages, but no page."""
+    node = world.node(16 * MIB)
+    impostor.dial(node, regions=[16 * MIB])
+    node.engine.send(peer_of(node), b"hello")
+    impostor.run(node, lambda: impostor.messages == [b"hello"])
+    descriptor = msgspec.msgpack.encode([5, 0])
+    pages = np.arange(256) * 64 * KIB
+    node.engine.write_pages(peer_of(node), node.region, descriptor, 64 * KIB, pages, pages, 1)
+    world.run(lambda: link_of(node, peer_of(node))._blocked)
+    node.engine.send(peer_of(node), b"alive")
+    impostor.run(node, lambda: impostor.messages[1:] == [b"alive"])
+    assert node.ended == []
+
+
+# --- The end ---
+
+
+def test_nothing_lands_once_fenced_in_the_middle_of_a_frame(world):
+    writer, owner = world.node(4 * MIB), world.node(4 * MIB)
+    there, back = world.connect(writer, owner)
+    make_buffers_small(writer, there)
+    make_buffers_small(owner, back)
+    writer.bytes[:] = 1
+    write_all(writer, there, owner, 64 * KIB)
+    world.run(lambda: owner.bytes.any())
+    assert not owner.bytes.all()
+    owner.engine.close_peer(back, "enough")
+    assert owner.poll()[-2:] == [PeerLost(peer=back, why="enough"), PeerFenced(peer=back)]
+    owner.bytes[:] = 0xEE
+    world.run(lambda: writer.of(PeerFenced))
+    world.rounds()
+    assert (owner.bytes == 0xEE).all()
+
+
+@pytest.mark.parametrize("seen_late", ["control", "data"])
+def test_what_came_before_the_end_is_reported_before_it(world, seen_late):
+    """Whichever of the two connections shows the end first."""
+    writer, owner = world.node(), world.node()
+    there, back = world.connect(writer, owner)
+    owner.engine.expect(back, 1, 16)
+    write_all(writer, there, owner, 64 * KIB)
+    writer.engine.send(there, b"last words")
+    world.nodes.remove(owner)
+    world.run(lambda: writer.ended)
+    writer.engine.close()
+    control = owner.engine._control
+    sockets = {"control": control._connections[back].socket, "data": link_of(owner, back)._data}
+    control.waiter.unwatch(sockets[seen_late].fileno())
+    while not owner.of(PeerLost):
+        owner.poll(5.0)
+    kinds = [type(event) for event in owner.events[1:]]
+    assert set(kinds[:-2]) == {MessageReceived, ImmReached}
+    assert kinds[-2:] == [PeerLost, PeerFenced]
+
+
+def test_withdrawing_from_a_lost_peer_is_of_unknown_outcome(world):
+    writer, owner = world.node(), world.node()
+    there, _ = world.connect(writer, owner)
+    ticket = writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+    writer.engine.close_peer(there, "gone")
+    assert writer.engine.withdraw([ticket]) is None
+    world.run(lambda: writer.of(PeerFenced))
+    assert WritesDone(ticket=ticket) not in writer.events
+
+
+# --- Peers that lie, over a control connection of the right transport ---
+
+
+class Impostor:
+    """Opens like tcp, then says on the data connection whatever a test wants."""
+
+    def __init__(self):
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.offer = lambda: msgspec.msgpack.encode([self.token, None, [4096]])
+        self.control = Control(
+            transports=["tcp"], epoch=5, make_offers=lambda *_: {"tcp": self.offer()}
+        )
+        self.data = socket.socket()
+        self.their_token, self.port, self.messages, self.lost = b"", None, [], []
+
+    def run(self, node, until):
+        end = time.monotonic() + DEADLINE_SECONDS
+        while not until():
+            assert time.monotonic() < end, f"{node.events} {self.messages} {self.lost}"
+            node.poll(0.001)
+            for event in self.control.poll(0.001):
+                match event:
+                    case Opened(offers=offers):
+                        self.their_token, self.port, _ = msgspec.msgpack.decode(offers["tcp"])
+                        self.control.ready(event.peer)
+                    case MessageReceived(data=data):
+                        self.messages.append(data)
+                    case Lost(why=why):
+                        self.lost.append(why)
+
+    def dial(self, victim, token=None, regions=(4096,)):
+        """Both connections, and the token, unless another is wanted."""
+        self.offer = lambda: msgspec.msgpack.encode([self.token, None, list(regions)])
+        self.address = victim.engine.listen("127.0.0.1", 0)
+        self.control.connect(*self.address)
+        self.run(victim, lambda: self.port is not None)
+        self.data.connect((self.address[0], self.port))
+        self.data.sendall(self.their_token if token is None else token)
+
+    def close(self):
+        self.control.close()
+        self.data.close()
+
+
+@pytest.fixture
+def impostor():
+    with contextlib.closing(Impostor()) as made:
+        yield made
+
+
+def peer_of(node):
+    (peer,) = node.engine._peers
+    return peer
+
+
+def frame(offsets, payload=b"", *, region=0, imm=1, count=None, write_bytes=8):
+    count = len(offsets) if count is None else count
+    header = HEADER.pack(region, imm, count, write_bytes)
+    return header + struct.pack(f"<{len(offsets)}Q", *offsets) + payload
+
+
+def fate(world, impostor, node):
+    """Why the node lost the impostor; it was never announced, so only the control knows."""
+    reasons = []
+    close_peer = node.engine._control.close_peer
+
+    def spy(peer, why):
+        reasons.append(why)
+        close_peer(peer, why)
+
+    node.engine._control.close_peer = spy
+    impostor.run(node, lambda: not node.engine._peers)
+    assert node.events == []
+    return reasons[0]
+
+
+def test_an_honest_impostor_is_a_peer(world, impostor):
+    """So that the refusals below are for their own reasons."""
+    node = world.node(4096)
+    impostor.dial(node)
+    impostor.data.sendall(frame([8, 4088], b"x" * 16))
+    node.engine.expect(peer_of(node), 1, 2)
+    world.run(lambda: node.reached == [1])
+    assert node.bytes.sum() == 16 * ord("x")
+    assert node.bytes[8:16].all()
+    assert node.bytes[4088:].all()
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        (frame([0], region=1), "a frame for region 1; expected 0 to 0"),
+        (frame([0], region=2**32 - 1), "a frame for region 4294967295"),
+        (frame([0, 4089]), "destination offset 4089: 8 bytes there leave the region of 4096"),
+        (frame([0, 2**64 - 1]), "destination offset -1:"),
+        (frame([2**63]), "leave the region"),
+        (frame([0], write_bytes=4097), "destination offset 0: 4097 bytes there leave the region"),
+        (frame([0], write_bytes=2**64 - 1), "leave the region"),
+        (frame([0], write_bytes=0), "a frame of 1 writes of 0 bytes"),
+        (frame([]), "a frame of 0 writes"),
+        (frame([], count=MAX_FRAME_WRITES + 1), f"a frame of {MAX_FRAME_WRITES + 1} writes"),
+        (frame([], count=2**32 - 1), "a frame of 4294967295 writes"),
+        (frame([0, 0], write_bytes=FRAME_BYTES), f"a frame of {2 * FRAME_BYTES} bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "a frame for region"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_frame_that_is_wrong_ends_the_connection_and_writes_nothing(world, impostor, lie, why):
+    node = world.node(4096)
+    impostor.dial(node)
+    impostor.data.sendall(lie + b"y" * 64)
+    assert why in fate(world, impostor, node)
+    assert not node.bytes.any()
+
+
+@pytest.mark.parametrize("cut", [0, 1, HEADER.size, HEADER.size + 8, HEADER.size + 16 + 5])
+def test_the_end_of_the_stream_inside_a_frame(world, impostor, cut):
+    node = world.node(4096)
+    impostor.dial(node)
+    impostor.data.sendall(frame([0, 8], b"x" * 16)[:cut])
+    impostor.data.close()
+    wanted = " in the middle of a frame" if cut else ""
+    assert fate(world, impostor, node) == f"the peer closed the data connection{wanted}"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    data=st.one_of(
+        st.binary(max_size=100),
+        st.builds(
+            lambda fields, rest: HEADER.pack(*fields) + rest,
+            st.tuples(
+                *(st.sampled_from([0, 1, 2, 255, 256, 257, 2**31, 2**32 - 1]) for _ in range(3)),
+                st.sampled_from([0, 1, 8, 4096, 2**20, 2**63, 2**64 - 1]),
+            ),
+            st.binary(max_size=100),
+        ),
+    )
+)
+def test_no_bytes_make_poll_raise_or_land_outside(data):
+    with contextlib.closing(World(TcpTransferEngine)) as world:
+        with contextlib.closing(Impostor()) as impostor:
+            node = world.node(4096)
+            impostor.dial(node)
+            world.rounds(3)
+            with contextlib.suppress(ConnectionError):
+                impostor.data.sendall(data)
+                world.rounds(3)
+                impostor.data.sendall(data)
+            world.rounds(3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(info=st.one_of(st.binary(max_size=40), st.just(msgspec.msgpack.encode([b"x", 0, [-1]]))))
+def test_no_opening_makes_poll_raise(info):
+    """Whoever of the two dials."""
+    with contextlib.closing(World(TcpTransferEngine)) as world:
+        with contextlib.closing(Impostor()) as impostor:
+            impostor.offer = lambda: info
+            node = world.node(4096)
+            impostor.control.connect(*node.engine.listen("127.0.0.1", 0))
+            node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
+            for _ in range(4):
+                node.poll(0.0005)
+                impostor.control.poll(0)
+
+
+@pytest.mark.parametrize("token", [b"0" * TOKEN_BYTES, b"short", b""])
+def test_a_data_connection_without_the_token_is_closed_in_time(world, impostor, token):
+    """A wrong one at once, the others at the deadline, which also ends the control connection."""
+    node = world.node(opening_timeout=0.3)
+    impostor.dial(node, token=token)
+    world.run(lambda: was_closed(impostor.data))
+    assert len(node.engine._peers) == (token == b"0" * TOKEN_BYTES)
+    impostor.run(node, lambda: impostor.lost)
+    assert not node.engine._peers
+    assert node.events == []
+
+
+def test_silent_data_connections_disturb_nobody_and_are_bounded(world):
+    node, honest = world.node(opening_timeout=30.0), world.node()
+    node.address = node.engine.listen("127.0.0.1", 0)
+    address = node.engine._media[0]._listener.getsockname()
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for _ in range(MAX_OPENING_CONNECTIONS + 5):
+            silent.append(stack.enter_context(socket.create_connection(address)))
+            node.poll(0.01)
+        world.run(lambda: all(was_closed(each) for each in silent[:5]))
+        there, back = world.connect(honest, node)
+        node.engine.expect(back, 1, 1)
+        honest.engine.write(there, honest.region, 0, node.region.descriptor, 0, 8, 1)
+        world.run(lambda: node.reached == [1])
+        assert not any(was_closed(each) for each in silent[10:])
+
+
+def test_a_token_may_come_before_the_opening_and_in_pieces(world):
+    """Two connections keep no order between them."""
+    node = world.node(4096)
+    host, port = node.engine.listen("127.0.0.1", 0)
+    with socket.create_connection((host, port)) as control, socket.socket() as data:
+        world.rounds(3)
+        control.settimeout(DEADLINE_SECONDS)
+        (length,) = struct.unpack("<I", control.recv(4, socket.MSG_WAITALL))
+        theirs = msgspec.msgpack.decode(control.recv(length, socket.MSG_WAITALL)[12:], type=Opening)
+        token, data_port, _ = msgspec.msgpack.decode(theirs.offers["tcp"])
+        data.connect((host, data_port))
+        for piece in (token[:5], token[5:], frame([0], b"x" * 8)[:30]):
+            data.sendall(piece)
+            world.rounds(5)
+        peer = peer_of(node)
+        node.engine.expect(peer, 1, 1)
+        ours = encode_opening(Opening(5, {"tcp": msgspec.msgpack.encode([b"", None, [8]])}))
+        hello = struct.pack("<I", 5) + b"hello"
+        control.sendall(struct.pack("<I", len(ours)) + ours + hello)
+        world.run(lambda: node.of(MessageReceived))
+        data.sendall(frame([0], b"x" * 8)[30:])
+        world.run(lambda: node.reached == [1])
+
+
+@pytest.mark.parametrize(
+    ("port", "why"),
+    [
+        (None, "malformed opening of tcp: expected a port, got None"),
+        (0, "malformed opening of tcp: expected a port, got 0"),
+        (65536, "malformed opening of tcp: expected a port, got 65536"),
+        ("closed", "cannot reach the peer's port for data: Connection refused"),
+    ],
+)
+def test_a_data_port_that_does_not_answer(world, impostor, port, why):
+    node = world.node()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1] if port == "closed" else port
+        impostor.offer = lambda: msgspec.msgpack.encode([impostor.token, port, []])
+        peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
+        impostor.run(node, lambda: node.of(PeerFenced))
+    (lost,) = node.of(PeerLost)
+    assert lost.peer == peer
+    assert why in lost.why
