@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from disagg.resource import Resource
 
-class SharedMemory:
+
+class SharedMemory(Resource):
     """`nbytes` of zeroed memory behind a memfd, or a mapping of a descriptor that a peer passed.
 
     `fd` is owned and closed by `close()`. `bytes` is a view of the mapping: uint8 `[nbytes]`. The
@@ -45,14 +46,3 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def __enter__(self) -> SharedMemory:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

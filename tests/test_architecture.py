@@ -61,6 +61,7 @@ TESTED_IN = {
     "disagg.hooks": "test_engine",
     "disagg.kv_layout": "test_kv_cache",
     "disagg.request": "test_scheduler",
+    "disagg.resource": "test_kv_cache",
     "disagg.shared_memory": "test_kv_cache",
     "disagg.serve.exits": "test_scripts",
     "disagg.engine.attempts": "test_engine",

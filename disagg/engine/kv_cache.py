@@ -11,19 +11,17 @@ with the transfer engine.
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from disagg.config import ITEMSIZE, CacheConfig, ModelConfig
 from disagg.kv_layout import KVLayout, TailLayout
+from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory
 
 
-class KVCache:
+class KVCache(Resource):
     """All KV pages and tail slots of one replica, zeroed.
 
     `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
@@ -69,19 +67,8 @@ class KVCache:
         self.memory.close()
         self.tail_memory.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class LayerCounter:
+class LayerCounter(Resource):
     """Layers and step ends this node has ever finished: one 64-bit word that only grows.
 
     One thread adds; anybody reads, also another process that maps `memory`. A reader that sees a

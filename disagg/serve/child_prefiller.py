@@ -14,9 +14,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from disagg.resource import Resource
 from disagg.serve.exits import UsageError
 from disagg.serve.options import address
 
@@ -28,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 LISTENING = "listening on "
 
 
-class ChildPrefiller:
+class ChildPrefiller(Resource):
     """Starts `run_prefill.py` at once; `address()` waits until it listens. Use it from the main
     thread: the kernel ends the child when the thread that started it ends."""
 
@@ -80,14 +79,3 @@ class ChildPrefiller:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

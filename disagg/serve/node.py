@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -40,6 +38,7 @@ from disagg.messenger.prefillers import Address, Prefillers
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import fingerprint, load_model, read_config
 from disagg.request import Output, Request
+from disagg.resource import Resource
 from disagg.serve.handle import RequestHandle, nothing
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
@@ -78,7 +77,7 @@ class NodeConfig:
             raise ValueError("a node either listens or has prefillers, got both")
 
 
-class Node:
+class Node(Resource):
     """Starts in its constructor, serves until `close()`.
 
     ValueError if the model or the configuration is wrong, TransferError if the port is taken,
@@ -170,17 +169,6 @@ class Node:
             self._transfer.close()
         for resource in (self._kv_cache, self._counter, self._scratch):
             resource.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- Wiring ---
 

@@ -16,13 +16,12 @@ All pass `tests/test_transfer_conformance.py`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from disagg.kv_layout import Offsets
+from disagg.resource import Resource
 
 #: A connection. Numbers are never used twice by one engine, so a peer is also its epoch.
 Peer = int
@@ -110,7 +109,7 @@ class PeerFenced:
 Event = WritesDone | TransferFailed | ImmReached | MessageReceived | PeerLost | PeerFenced
 
 
-class TransferEngine(ABC):
+class TransferEngine(Resource):
     """See the module's docstring. Offsets and sizes are bytes; an `imm` is a u32 in host order."""
 
     @abstractmethod
@@ -206,14 +205,3 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close every connection and registration. May be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
