@@ -211,10 +211,6 @@ class FakeTransfer(TransferEngine):
         conn.messages[1 - end].append(data)
         self.network.on_message_sent(conn, end, data)
 
-    def write(self, peer, src, src_offset, dst, dst_offset, nbytes, imm) -> Ticket:
-        offsets = np.array([src_offset]), np.array([dst_offset])
-        return self.write_pages(peer, src, dst, nbytes, *offsets, imm)
-
     def write_pages(self, peer, src, dst, page_bytes, src_offsets, dst_offsets, imm) -> Ticket:
         if self.reject_after == 0:
             self.reject_after = -1

@@ -7,11 +7,8 @@ auto <--> shm or tcp                  that one
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
-from disagg.transfer.control import OPENING_TIMEOUT_SECONDS
 from disagg.transfer.interface import TransferEngine
+from disagg.transfer.medium import Medium
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium, ShmTransferEngine
 from disagg.transfer.tcp import TcpMedium, TcpTransferEngine
@@ -23,23 +20,17 @@ TRANSPORTS = ("auto", "shm", "tcp")
 class AutoTransferEngine(QueuedEngine):
     """See `interface.py`. Memory needs a descriptor."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
-    ) -> None:
-        media = [ShmMedium(), TcpMedium(clock=clock, opening_timeout=opening_timeout)]
-        super().__init__(media, clock=clock, opening_timeout=opening_timeout)
+    def _make_media(self) -> list[Medium]:
+        return [ShmMedium(), TcpMedium()]
 
 
 def make_engine(transport: str) -> TransferEngine:
     """The engine of one of `TRANSPORTS`. ValueError for another name."""
-    match transport:
-        case "auto":
-            return AutoTransferEngine()
-        case "shm":
-            return ShmTransferEngine()
-        case "tcp":
-            return TcpTransferEngine()
-    raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    engines: dict[str, type[TransferEngine]] = {
+        "auto": AutoTransferEngine,
+        "shm": ShmTransferEngine,
+        "tcp": TcpTransferEngine,
+    }
+    if transport not in engines:
+        raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    return engines[transport]()

@@ -101,7 +101,7 @@ class Control:
         self._transports = transports
         self._epoch = epoch
         self._make_offers = make_offers
-        self._clock = clock
+        self.clock = clock
         self._opening_timeout = opening_timeout
         self._connections: dict[Peer, _Connection] = {}
         self._last_peer = 0
@@ -122,6 +122,10 @@ class Control:
         connection.waiting.clear()
         self._write(connection)
         self._parse(connection)
+
+    def opening_deadline(self) -> float:
+        """By `clock`: when a connection that begins now must be introduced."""
+        return self.clock() + self._opening_timeout
 
     def is_open(self, peer: Peer) -> bool:
         """Whether the peer is known and not lost."""
@@ -206,7 +210,7 @@ class Control:
             timeout = 0.0
         deadlines = [c.deadline for c in self._connections.values() if not c.introduced]
         if deadlines:
-            timeout = max(0.0, min(timeout, min(deadlines) - self._clock()))
+            timeout = max(0.0, min(timeout, min(deadlines) - self.clock()))
         self.waiter.wait(timeout)
         taken, self._events = self._events, []
         return taken
@@ -230,7 +234,7 @@ class Control:
             peer=self._last_peer,
             socket=tcp,
             address=address,
-            deadline=self._clock() + self._opening_timeout,
+            deadline=self.opening_deadline(),
             connected=not outgoing,
             announced=outgoing,
         )
@@ -366,7 +370,7 @@ class Control:
         self._watch_connection(connection)
 
     def _end_late_openings(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for connection in list(self._connections.values()):
             if not connection.introduced and now >= connection.deadline:
                 step = "sent no opening" if connection.connected else "did not answer"

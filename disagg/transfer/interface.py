@@ -20,6 +20,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from disagg.kv_layout import Offsets
 from disagg.resource import Resource
 
@@ -132,7 +134,6 @@ class TransferEngine(Resource):
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
 
-    @abstractmethod
     def write(
         self,
         peer: Peer,
@@ -148,6 +149,8 @@ class TransferEngine(Resource):
         TransferError if the range lies outside either region or `dst` is no descriptor of the peer.
         To a lost peer: dropped (its `PeerLost` ends the ticket).
         """
+        sources, destinations = np.array([src_offset]), np.array([dst_offset])
+        return self.write_pages(peer, src, dst, nbytes, sources, destinations, imm)
 
     @abstractmethod
     def write_pages(

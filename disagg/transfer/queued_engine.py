@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,22 +63,18 @@ class _Peer:
 
 
 class QueuedEngine(TransferEngine):
-    """See `interface.py`. `media` in order of preference, which is the same in all engines.
-
-    `clock` counts seconds; it times openings and the looks at a fence.
-    """
+    """See `interface.py`. `clock` counts seconds; it times openings and the looks at a fence."""
 
     def __init__(
         self,
-        media: Sequence[Medium],
         *,
         clock: Callable[[], float] = time.monotonic,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
         self._epoch = secrets.randbits(64)
-        self._media = media
+        self._media = self._make_media()
         self._control = Control(
-            transports=[medium.name for medium in media],
+            transports=[medium.name for medium in self._media],
             epoch=self._epoch,
             make_offers=self._make_links,
             clock=clock,
@@ -92,6 +89,10 @@ class QueuedEngine(TransferEngine):
         self._fences = Fences(clock)
         self._announced: set[Peer] = set()  # lost and said so, not fenced yet
         self._events: list[Event] = []
+
+    @abstractmethod
+    def _make_media(self) -> list[Medium]:
+        """Ways to move bytes, in order of preference, which is the same in all engines."""
 
     def register(self, memory: Memory) -> MemoryRegion:
         if self._started or len(self._views) == MAX_REGIONS:
@@ -122,19 +123,6 @@ class QueuedEngine(TransferEngine):
 
     def send(self, peer: Peer, data: bytes) -> None:
         self._control.send(peer, data)
-
-    def write(
-        self,
-        peer: Peer,
-        src: MemoryRegion,
-        src_offset: int,
-        dst: bytes,
-        dst_offset: int,
-        nbytes: int,
-        imm: int,
-    ) -> Ticket:
-        sources, destinations = np.array([src_offset]), np.array([dst_offset])
-        return self.write_pages(peer, src, dst, nbytes, sources, destinations, imm)
 
     def write_pages(
         self,

@@ -13,7 +13,6 @@ order, and the notification is sent after the copy. One poll copies at most two 
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 from disagg.transfer.bounds import check_offsets
-from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Control
+from disagg.transfer.control import Control
 from disagg.transfer.interface import Memory, Peer, TransferError, WritesDone
 from disagg.transfer.medium import Arrived, Bytes, Job, Medium
 from disagg.transfer.page_copy import copy_pages
@@ -38,24 +37,11 @@ Copy = Callable[[Bytes, Bytes, int, Offsets, Offsets], None]
 class ShmTransferEngine(QueuedEngine):
     """See `interface.py`. Memory needs a descriptor; both processes must belong to one user."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
-    ) -> None:
-        super().__init__([ShmMedium(self._copy)], clock=clock, opening_timeout=opening_timeout)
+    #: Here so that tests can stop a process while it holds the lease.
+    _copy = staticmethod(copy_pages)
 
-    def _copy(
-        self,
-        destination: Bytes,
-        source: Bytes,
-        page_bytes: int,
-        destination_offsets: Offsets,
-        source_offsets: Offsets,
-    ) -> None:
-        """`copy_pages`; a method so that tests can stop a process while it holds the lease."""
-        copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
+    def _make_media(self) -> list[Medium]:
+        return [ShmMedium(self._copy)]
 
 
 class ShmMedium(Medium):

@@ -12,15 +12,9 @@ about bytes `queued_engine.py`. Here: the listener for data connections, and who
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from disagg.transfer.control import (
-    MAX_OPENING_CONNECTIONS,
-    OPENING_TIMEOUT_SECONDS,
-    Control,
-)
+from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Control
 from disagg.transfer.interface import Memory, Peer
 from disagg.transfer.medium import Arrived, Bytes, Medium
 from disagg.transfer.queued_engine import QueuedEngine
@@ -37,18 +31,11 @@ def send_buffers(data: socket.socket, buffers: list[memoryview]) -> int:
 class TcpTransferEngine(QueuedEngine):
     """See `interface.py`. Memory needs no descriptor."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
-    ) -> None:
-        medium = TcpMedium(clock=clock, opening_timeout=opening_timeout, send=self._send)
-        super().__init__([medium], clock=clock, opening_timeout=opening_timeout)
+    #: Here so that tests can stop a process in the middle of a frame.
+    _send = staticmethod(send_buffers)
 
-    def _send(self, data: socket.socket, buffers: list[memoryview]) -> int:
-        """`send_buffers`; a method so that tests can stop a process in the middle of a frame."""
-        return send_buffers(data, buffers)
+    def _make_media(self) -> list[Medium]:
+        return [TcpMedium(self._send)]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,15 +52,7 @@ class TcpMedium(Medium):
 
     name = "tcp"
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
-        send: Send = send_buffers,
-    ) -> None:
-        self._clock = clock
-        self._opening_timeout = opening_timeout
+    def __init__(self, send: Send = send_buffers) -> None:
         self._send = send
         self._regions: list[Bytes] = []
         self._listener: socket.socket | None = None
@@ -96,7 +75,7 @@ class TcpMedium(Medium):
 
     def look(self, control: Control) -> None:
         """End data connections that are silent for too long."""
-        while self._strangers and self._strangers[0].deadline <= self._clock():
+        while self._strangers and self._strangers[0].deadline <= control.clock():
             self._dismiss(control, self._strangers[0]).close()
 
     def close(self, control: Control) -> None:
@@ -115,7 +94,7 @@ class TcpMedium(Medium):
         except OSError:
             return  # it left before we looked, or no descriptors are left: accept(2) says try again
         data.setblocking(False)
-        stranger = _Stranger(socket=data, deadline=self._clock() + self._opening_timeout)
+        stranger = _Stranger(socket=data, deadline=control.opening_deadline())
         self._strangers.append(stranger)
         control.waiter.watch(data.fileno(), READABLE, lambda _: self._hear(control, stranger))
         if len(self._strangers) > MAX_OPENING_CONNECTIONS:
