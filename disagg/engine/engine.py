@@ -23,25 +23,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from disagg import hooks
 from disagg.engine.attempts import Attempts
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
 from disagg.engine.sequence import Kind, Sequence, State
-from disagg.hooks import (
-    DecodeHooks,
-    EngineEvent,
-    KVFailed,
-    KVReady,
-    KVReleased,
-    PrefillChunk,
-    PrefillHooks,
-    ReleasePrefill,
-    StartPrefill,
-    StopPrefill,
-)
 from disagg.request import FinishReason, Output, Request
 
 logger = logging.getLogger(__name__)
@@ -67,16 +57,6 @@ class EngineStats:
     open_attempts: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Cancel:
-    number: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stop:
-    why: str
-
-
 class Engine:
     """See the module. A prefiller's engine has `prefill_hooks`, a decoder's `decode_hooks` (it then
     fetches every prompt's KV), an undivided one neither."""
@@ -87,8 +67,8 @@ class Engine:
         scheduler: Scheduler,
         *,
         on_output: OnOutput,
-        prefill_hooks: PrefillHooks | None = None,
-        decode_hooks: DecodeHooks | None = None,
+        prefill_hooks: hooks.PrefillHooks | None = None,
+        decode_hooks: hooks.DecodeHooks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -98,9 +78,8 @@ class Engine:
         self._prefill_hooks = prefill_hooks
         self._remote = decode_hooks is not None
 
-        self._inbox: queue.SimpleQueue[Sequence | _Cancel | _Stop | EngineEvent] = (
-            queue.SimpleQueue()
-        )
+        #: What the engine thread is to do between two steps.
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Guards the next two: whoever submits either sees `_ended` or is answered when it is set.
         self._lock = threading.Lock()
         self._open: dict[int, Sequence] = {}
@@ -125,22 +104,23 @@ class Engine:
             sequence = self._scheduler.new_request(number, request, remote=self._remote)
             sequence.stopwatch.submitted = self._clock()
             self._open[number] = sequence
-            self._inbox.put(sequence)
+            self._inbox.put(partial(self._scheduler.add, sequence))
         return number
 
     def cancel(self, number: int) -> None:
         """Answer a request CANCELLED and stop its work; one unknown or finished is left alone."""
-        self._inbox.put(_Cancel(number=number))
+        self._inbox.put(partial(self._cancel, number))
 
-    def post(self, event: EngineEvent) -> None:
+    def post(self, event: hooks.EngineEvent) -> None:
         """Hand over an event of the messenger.
 
         ValueError for a `StartPrefill` that can never be computed here; nothing else is checked.
         """
-        if isinstance(event, StartPrefill):
-            self._inbox.put(self._scheduler.new_job(event.job, event.token_ids))
+        if isinstance(event, hooks.StartPrefill):
+            job = self._scheduler.new_job(event.job, event.token_ids)
+            self._inbox.put(partial(self._start_job, job))
         else:
-            self._inbox.put(event)
+            self._inbox.put(partial(self._handle, event))
 
     def stats(self) -> EngineStats:
         """A look from any thread; exact when nothing is going on.
@@ -159,7 +139,7 @@ class Engine:
     def stop(self, why: str = "the engine was stopped") -> None:
         """After the step that is running: take no more requests, answer the open ones with the
         error `why`, end `run_forever`. May be called twice."""
-        self._inbox.put(_Stop(why=why))
+        self._inbox.put(partial(self._end, why))
 
     # In the engine thread
 
@@ -190,40 +170,30 @@ class Engine:
         drained = False
         while self._ended is None:
             try:
-                item = self._inbox.get(block=wait and not drained)
+                act = self._inbox.get(block=wait and not drained)
             except queue.Empty:
                 break
             drained = True
-            self._handle(item)
+            act()
         return drained
 
-    def _handle(self, item: Sequence | _Cancel | _Stop | EngineEvent) -> None:
-        match item:
-            case Sequence(kind=Kind.GENERATE):
-                self._scheduler.add(item)
-            case Sequence():
-                assert item.number not in self._jobs, f"job {item.number} was started before"
-                self._jobs[item.number] = item
-                self._scheduler.add(item)
-            case _Cancel(number=number):
-                self._cancel(number)
-            case _Stop(why=why):
-                self._end(why)
-            case KVReady(attempt=attempt, transfer=transfer):
-                ready = self._attempts.on_ready(attempt)
+    def _handle(self, event: hooks.EngineEvent) -> None:
+        match event:
+            case hooks.KVReady():
+                ready = self._attempts.on_ready(event.attempt)
                 if ready is not None:
-                    ready.transfer = transfer
+                    ready.transfer = event.transfer
                     ready.stopwatch.on_prefilled(self._clock())
-            case KVFailed(attempt=attempt, why=why, then=then):
-                ended = self._attempts.on_failed(attempt, then)
+            case hooks.KVFailed():
+                ended = self._attempts.on_failed(event.attempt, event.then)
                 if ended is not None:
-                    self._deliver(ended, [], FinishReason.ERROR, why)
-            case KVReleased(attempt=attempt):
-                self._attempts.on_released(attempt)
-            case StopPrefill(job=job):
-                self._stop_job(job)
-            case ReleasePrefill(job=job):
-                self._release_job(job)
+                    self._deliver(ended, [], FinishReason.ERROR, event.why)
+            case hooks.KVReleased():
+                self._attempts.on_released(event.attempt)
+            case hooks.StopPrefill():
+                self._stop_job(event.job)
+            case hooks.ReleasePrefill():
+                self._release_job(event.job)
 
     def _run_step(self) -> bool:
         now = self._clock()
@@ -285,6 +255,11 @@ class Engine:
         self._scheduler.release(sequence)
         self._deliver(sequence, [], FinishReason.CANCELLED)
 
+    def _start_job(self, job: Sequence) -> None:
+        assert job.number not in self._jobs, f"job {job.number} was started before"
+        self._jobs[job.number] = job
+        self._scheduler.add(job)
+
     def _stop_job(self, job: int) -> None:
         sequence = self._jobs.get(job)
         # One that has computed everything is held already, one released before is gone.
@@ -336,10 +311,10 @@ def _output(
     )
 
 
-def _chunks(step: ScheduledStep) -> list[PrefillChunk]:
+def _chunks(step: ScheduledStep) -> list[hooks.PrefillChunk]:
     """The prefill chunks of a step, as the messenger is told of them."""
     return [
-        PrefillChunk(
+        hooks.PrefillChunk(
             job=sequence.number,
             first_token=span.first_token,
             num_tokens=len(span.token_ids),

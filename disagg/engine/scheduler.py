@@ -131,23 +131,21 @@ class Scheduler:
         to_fetch: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting[0]
+            if sequence.fetches and self.slots.num_free == 0:
+                break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
             count = pages_for(sequence.num_tokens_to_reserve, self.cache.page_size)
             pages = self.pages.allocate(count)
             if pages is None:
                 break
             sequence.page_indices = pages
-            if not sequence.fetches:
-                self.waiting.pop(0)
-                self._run(sequence)
-            elif self._take_slot(sequence):
-                self.waiting.pop(0)
+            self.waiting.pop(0)
+            if sequence.fetches:
+                self._take_slot(sequence)
                 sequence.move_to(State.FETCHING)
                 to_fetch.append(sequence)
             else:
-                self.pages.free(pages)
-                sequence.page_indices = ()
-                break
+                self._run(sequence)
         return to_fetch
 
     def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
