@@ -51,17 +51,14 @@ def write_gguf(checkpoint: Path, path: Path) -> Path:
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    names = {hub: name for name, hub in module.OUTER_NAMES.items()}
-    for layer in range(config.num_layers):
-        for name, hub in module.LAYER_NAMES.items():
-            names[f"model.layers.{layer}.{hub}"] = f"blk.{layer}.{name}"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     for hub, tensor in tensors.items():
         rows = tensor
         if "q_proj" in hub or "k_proj" in hub:
             # Row 2i of a head is its row i of the first half, row 2i + 1 that of the second.
             halves = tensor.view(-1, 2, config.head_dim // 2, config.hidden_size)
             rows = halves.transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names[hub], rows.contiguous().numpy())
+        writer.add_tensor(names.get_name(hub, (".weight",)), rows.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

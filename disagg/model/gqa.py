@@ -20,16 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disagg.config import ModelConfig
+from disagg.model import layers
 from disagg.model.attention import PagedAttention
-from disagg.model.layers import (
-    GatedMLP,
-    Linear,
-    ReadTensor,
-    apply_rope,
-    read_linear,
-    rope_frequencies,
-    rope_tables,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +29,16 @@ class DecoderLayer:
     """Weights of one layer; norms are `[hidden_size]`, `qkv` stacks query, key and value heads."""
 
     input_norm: Tensor
-    qkv: Linear
-    o_proj: Linear
+    qkv: layers.Linear
+    o_proj: layers.Linear
     post_attention_norm: Tensor
-    mlp: GatedMLP
+    mlp: layers.GatedMLP
 
 
 class LlamaModel:
     """A LlamaForCausalLM for inference. `config` is its shape; it keeps nothing between calls."""
 
-    def __init__(self, config: ModelConfig, read: ReadTensor) -> None:
+    def __init__(self, config: ModelConfig, read: layers.ReadTensor) -> None:
         """Take the weights through `read`; ValueError if one is missing or of a wrong shape."""
         self.config = config
         vocab_shape = (config.vocab_size, config.hidden_size)
@@ -56,8 +48,8 @@ class LlamaModel:
         head = self._embedding
         if not config.tie_word_embeddings:
             head = read("lm_head.weight", vocab_shape)
-        self._head = Linear(weight=head)
-        self._frequencies = rope_frequencies(
+        self._head = layers.Linear(weight=head)
+        self._frequencies = layers.rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling
         )
 
@@ -78,7 +70,7 @@ class LlamaModel:
         per layer, as the module's picture shows.
         """
         hidden = F.embedding(token_ids, self._embedding)  # [T, hidden_size]
-        cos, sin = rope_tables(positions, self._frequencies, hidden.dtype)
+        cos, sin = layers.rope_tables(positions, self._frequencies, hidden.dtype)
         for layer, pages in zip(self._layers, kv_pages, strict=True):
             normed = self._normalise(hidden, layer.input_norm)
             hidden = hidden + self._attend(layer, normed, cos, sin, pages, attention)
@@ -103,7 +95,7 @@ class LlamaModel:
         num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
         qkv = layer.qkv(normed)
         qkv = qkv.view(len(qkv), -1, self.config.head_dim)  # [T, all heads, head_dim]
-        qk = apply_rope(qkv[:, :-num_kv_heads], cos, sin)
+        qk = layers.apply_rope(qkv[:, :-num_kv_heads], cos, sin)
         attention.append(qk[:, num_qo_heads:], qkv[:, -num_kv_heads:], pages)
         return layer.o_proj(
             attention.run(qk[:, :num_qo_heads], pages).flatten(1)
@@ -113,7 +105,7 @@ class LlamaModel:
         return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _read_layer(config: ModelConfig, read: ReadTensor, layer: int) -> DecoderLayer:
+def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> DecoderLayer:
     prefix = f"model.layers.{layer}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -123,11 +115,15 @@ def _read_layer(config: ModelConfig, read: ReadTensor, layer: int) -> DecoderLay
     gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
     return DecoderLayer(
         input_norm=read(f"{prefix}input_layernorm.weight", (hidden,)),
-        qkv=read_linear(read, attention, qkv, hidden, config.attention_bias),
-        o_proj=read_linear(read, attention, {"o_proj": hidden}, q_rows, config.attention_bias),
+        qkv=layers.read_linear(read, attention, qkv, hidden, config.attention_bias),
+        o_proj=layers.read_linear(
+            read, attention, {"o_proj": hidden}, q_rows, config.attention_bias
+        ),
         post_attention_norm=read(f"{prefix}post_attention_layernorm.weight", (hidden,)),
-        mlp=GatedMLP(
-            gate_up=read_linear(read, mlp, gate_up, hidden, config.mlp_bias),
-            down=read_linear(read, mlp, {"down_proj": hidden}, intermediate, config.mlp_bias),
+        mlp=layers.GatedMLP(
+            gate_up=layers.read_linear(read, mlp, gate_up, hidden, config.mlp_bias),
+            down=layers.read_linear(
+                read, mlp, {"down_proj": hidden}, intermediate, config.mlp_bias
+            ),
         ),
     )

