@@ -34,6 +34,7 @@ from disagg.hooks import (
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, pages_for
 from disagg.messenger.decoder import DecoderMessenger
 from disagg.messenger.messages import Identity, PrefillRequest, ProtocolError, Role, decode
+from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Prefillers
@@ -185,7 +186,7 @@ class PrefillNode:
         self.stuck = False
         self.refuses = False
         memory = self.storage.memory
-        self.messenger = world.code.prefiller(
+        wiring = Wiring(
             transfer=self.transfer,
             memory=memory,
             hello=memory.hello(
@@ -196,9 +197,9 @@ class PrefillNode:
             ),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=world.clock,
-            read_counter=lambda: self.counter,
             post=self.take,
         )
+        self.messenger = world.code.prefiller(wiring, lambda: self.counter)
         self.transfer.listen(*address)
 
     @property
@@ -312,23 +313,20 @@ class DecodeNode:
         hello = memory.hello(
             epoch=epoch, role=Role.DECODER, identity=IDENTITY, max_prompt_tokens=100
         )
-        self.messenger = world.code.decoder(
+        wiring = Wiring(
             transfer=self.transfer,
             memory=memory,
             hello=hello,
-            prefillers=world.code.prefillers(
-                [node.address for node in world.prefill_nodes],
-                transfer=self.transfer,
-                hello=hello,
-                layout=self.storage.layout,
-                reconnect_interval=CONFIG.reconnect_interval,
-                clock=world.clock,
-                on_link=lambda address, ready, why: world.links.append((address, ready, why)),
-            ),
             config=replace(CONFIG, on_failure=world.on_failure),
             clock=world.clock,
             post=self.inbox.append,
         )
+        prefillers = world.code.prefillers(
+            [node.address for node in world.prefill_nodes],
+            wiring,
+            on_link=lambda address, ready, why: world.links.append((address, ready, why)),
+        )
+        self.messenger = world.code.decoder(wiring, prefillers)
 
     def actions(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = [lambda: self.messenger.poll(0), self.step]

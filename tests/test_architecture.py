@@ -72,6 +72,7 @@ TESTED_IN = {
     "disagg.messenger.layer_writer": "test_protocol",
     "disagg.messenger.liveness": "test_protocol",
     "disagg.messenger.messages": "test_protocol",
+    "disagg.messenger.messenger": "test_protocol",
     "disagg.messenger.node_memory": "test_protocol",
     "disagg.messenger.prefiller": "test_protocol",
     "disagg.messenger.prefillers": "test_protocol",

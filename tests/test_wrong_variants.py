@@ -31,6 +31,7 @@ MODULES = (
     "node_memory",
     "sharding",
     "liveness",
+    "messenger",
     "admission",
     "layer_writer",
     "prefillers",
@@ -185,16 +186,16 @@ VARIANTS = (
     ),
     Variant(
         "5: a silent decoder is given up",
-        "prefiller",
-        "self._liveness.heard(peer)",
+        "messenger",
+        "self._liveness.heard(event.peer)",
         "pass",
         "silent_decoder_is_given_up",
     ),
     Variant(
         "5: a node beats while it has nothing to say",
         "prefiller",
-        "if self._liveness.beat_due():",
-        "if False:",
+        "return self._links\n",
+        "return []\n",
         "without_faults",
     ),
     Variant(
@@ -489,8 +490,8 @@ VARIANTS = (
     Variant(
         "5: a decoder beats",
         "decoder",
-        "if self._liveness.beat_due():",
-        "if False:",
+        "return [prefiller.peer for prefiller in self._prefillers.ready()]",
+        "return []",
         "without_faults",
     ),
     Variant(

@@ -62,12 +62,7 @@ def fits(prefiller: Hello, num_tokens: int) -> str | None:
 
 
 def request_problem(
-    request: PrefillRequest,
-    *,
-    ours: Hello,
-    theirs: Hello,
-    num_layers: int,
-    slices: Sequence[Slice],
+    request: PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
 ) -> str | None:
     """Why this request can never be served, or None."""
     assert ours.identity is not None, "a prefiller knows its model"
@@ -90,6 +85,7 @@ def request_problem(
         return f"destination_rank must be 0, got {request.destination_rank}"
     if not 0 < request.imm <= MAX_IMM:
         return f"imm must lie in 1..{MAX_IMM}, got {request.imm}"
+    num_layers = ours.identity.num_layers
     count = expected_count(slices, num_layers, num_pages - request.num_held_pages)
     if count != request.expected_count:
         return f"expected_count {request.expected_count} is not the {count} writes there would be"

@@ -24,17 +24,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from disagg.config import MessengerConfig
-from disagg.hooks import EngineEvent, FetchKV, KVFailed, KVReady, KVReleased, NextStep
-from disagg.messenger.liveness import Liveness
+from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep
 from disagg.messenger.messages import (
     Cancel,
     CancelAck,
-    Goodbye,
-    Heartbeat,
     Hello,
     HelloRefused,
     Message,
@@ -42,21 +38,11 @@ from disagg.messenger.messages import (
     PrefillRejected,
     PrefillRequest,
     ProtocolError,
-    decode,
-    encode,
 )
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
 from disagg.messenger.sharding import expected_count
-from disagg.transfer.interface import (
-    Event,
-    ImmReached,
-    MessageReceived,
-    Peer,
-    PeerFenced,
-    PeerLost,
-    TransferEngine,
-)
+from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +86,7 @@ class Attempt:
     wanted: bool = True
     imm: int = 0
     count: int = 0
+    prefiller: Prefiller | None = None
     peer: Peer = 0
 
     def move(self, to: AttemptState) -> None:
@@ -108,32 +95,12 @@ class Attempt:
         self.state = to
 
 
-class DecoderMessenger:
-    """See the module's docstring. `prefillers` knows the connections, `post` tells the engine."""
+class DecoderMessenger(Messenger):
+    """See the module's docstring. `prefillers` knows the connections."""
 
-    def __init__(
-        self,
-        *,
-        transfer: TransferEngine,
-        memory: NodeMemory,
-        hello: Hello,
-        prefillers: Prefillers,
-        config: MessengerConfig,
-        clock: Callable[[], float],
-        post: Callable[[EngineEvent], None],
-    ) -> None:
-        self._transfer = transfer
-        self._memory = memory
-        self._hello = hello
+    def __init__(self, wiring: Wiring, prefillers: Prefillers) -> None:
+        super().__init__(wiring)
         self._prefillers = prefillers
-        self._config = config
-        self._clock = clock
-        self._post = post
-        self._liveness = Liveness(
-            heartbeat_interval=config.heartbeat_interval,
-            peer_timeout=config.peer_timeout,
-            clock=clock,
-        )
         self._attempts: dict[int, Attempt] = {}
         self._by_imm: dict[int, Attempt] = {}
         self._inbox: deque[FetchKV | int] = deque()
@@ -167,24 +134,15 @@ class DecoderMessenger:
                 self._request(attempt)
             elif self._clock() >= attempt.deadline:
                 self._on_deadline(attempt)
-        for peer in self._liveness.silent():
-            self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
-        if self._liveness.beat_due():
-            for prefiller in self._prefillers.ready():
-                self._send(prefiller.peer, Heartbeat())
-
-    def close(self, why: str) -> None:
-        """Say goodbye to every prefiller."""
-        for prefiller in self._prefillers.ready():
-            self._send(prefiller.peer, Goodbye(why=why))
+        self._watch_silence()
 
     @property
     def num_open_attempts(self) -> int:
         """Attempts whose pages are not the engine's again."""
         return len(self._attempts)
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._transfer.send(peer, encode(message))
+    def _greeted(self) -> Iterable[Peer]:
+        return [prefiller.peer for prefiller in self._prefillers.ready()]
 
     def _attempt_id(self, attempt: Attempt) -> int:
         """Unique per attempt and process: half epoch, half the engine's number."""
@@ -222,7 +180,8 @@ class DecoderMessenger:
         count = expected_count(chosen.slices, layout.num_layers, num_sent_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
-        attempt.imm, attempt.count, attempt.peer = self._next_imm, count, chosen.peer
+        attempt.prefiller, attempt.peer = chosen, chosen.peer
+        attempt.imm, attempt.count = self._next_imm, count
         self._next_imm += 1
         self._by_imm[attempt.imm] = attempt
         chosen.num_attempts += 1
@@ -257,22 +216,16 @@ class DecoderMessenger:
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case MessageReceived():
-                try:
-                    self._on_message(event.peer, decode(event.data))
-                except ProtocolError as error:
-                    self._transfer.close_peer(event.peer, str(error))
             case ImmReached():
                 self._on_imm_reached(event)
-            case PeerLost():
-                self._on_peer_lost(event)
             case PeerFenced():
                 for attempt in list(self._attempts.values()):
                     if attempt.state is AttemptState.FENCING and attempt.peer == event.peer:
                         self._end(attempt)
+            case _:
+                super()._on_event(event)
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        self._liveness.heard(peer)
         match message:
             case Hello():
                 refused = self._prefillers.greet(peer, message)
@@ -283,12 +236,8 @@ class DecoderMessenger:
                 self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
             case PrefillRejected() | PrefillFailed() | CancelAck():
                 self._on_answer(peer, message)
-            case Goodbye():
-                self._transfer.close_peer(peer, f"said goodbye: {message.why}")
-            case Heartbeat():
-                pass
             case _:
-                raise ProtocolError(f"{type(message).__name__} is nothing a prefiller says")
+                super()._on_message(peer, message)
 
     def _on_answer(self, peer: Peer, message: PrefillRejected | PrefillFailed | CancelAck) -> None:
         attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
@@ -327,10 +276,11 @@ class DecoderMessenger:
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
         if attempt.wanted:
+            assert attempt.prefiller is not None, "counted what nobody was asked for"
             found = self._memory.read_attempt_id(attempt.fetch.tail_slot)
             if found == self._attempt_id(attempt):
-                self._prefillers.succeeded(attempt.peer)
-                where = self._prefillers.address(attempt.peer)
+                attempt.prefiller.num_failures = 0
+                where = attempt.prefiller.address
                 transfer = self._memory.moved(attempt.fetch, attempt.count, where)
                 self._post(KVReady(attempt=attempt.fetch.attempt, transfer=transfer))
                 attempt.wanted = False
@@ -340,7 +290,6 @@ class DecoderMessenger:
         self._end(attempt)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
-        self._liveness.drop(event.peer)
         for attempt in list(self._attempts.values()):
             if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
                 self._fail(attempt, f"prefiller lost: {event.why}")
@@ -358,8 +307,8 @@ class DecoderMessenger:
         # A request that ends with the failure tells it to its client.
         level = logging.INFO if then is NextStep.FAIL else logging.WARNING
         logger.log(level, "attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
-        if attempt.peer:
-            self._prefillers.failed(attempt.peer)
+        if attempt.prefiller is not None:
+            attempt.prefiller.num_failures += 1
         self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))
 
     def _next_step(self, attempt: Attempt) -> NextStep:
@@ -373,9 +322,10 @@ class DecoderMessenger:
         """Nothing can land any more: the pages are the request's (KVReady) or free."""
         attempt.move(AttemptState.GONE)
         del self._attempts[attempt.fetch.attempt]
-        if attempt.imm:
+        if attempt.prefiller is not None:
             del self._by_imm[attempt.imm]
             self._transfer.forget(attempt.imm)
-            self._prefillers.ended(attempt.peer)
+            if attempt.prefiller.peer == attempt.peer:  # else its count began anew
+                attempt.prefiller.num_attempts -= 1
         if released:
             self._post(KVReleased(attempt=attempt.fetch.attempt))

@@ -23,19 +23,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from disagg.hooks import EngineEvent, PrefillChunk, ReleasePrefill, StopPrefill
+from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
 from disagg.kv_layout import KVLayout
 from disagg.messenger.messages import Hello, PrefillRequest
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice
-from disagg.transfer.interface import (
-    Peer,
-    Ticket,
-    TransferEngine,
-    TransferError,
-    TransferFailed,
-    WritesDone,
-)
+from disagg.transfer.interface import Peer, Ticket, TransferError, TransferFailed, WritesDone
 
 #: How a ticket ends.
 WritesEnded = WritesDone | TransferFailed
@@ -112,17 +105,14 @@ class LayerWriter:
 
     def __init__(
         self,
-        *,
-        transfer: TransferEngine,
-        memory: NodeMemory,
+        wiring: Wiring,
         read_counter: Callable[[], int],
-        post: Callable[[EngineEvent], None],
         on_failed: Callable[[Attempt, str], None],
     ) -> None:
-        self._transfer = transfer
-        self._memory = memory
+        self._transfer = wiring.transfer
+        self._memory = wiring.memory
+        self._post = wiring.post
         self._read_counter = read_counter
-        self._post = post
         self._on_failed = on_failed
         self._jobs: dict[int, Attempt] = {}
         self._tickets: dict[Ticket, Attempt] = {}

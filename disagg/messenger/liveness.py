@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from disagg.config import MessengerConfig
 from disagg.transfer.interface import Peer
 
 
 class Liveness:
     """How long each peer of one node has been silent, by an injected `clock` in seconds."""
 
-    def __init__(
-        self, *, heartbeat_interval: float, peer_timeout: float, clock: Callable[[], float]
-    ) -> None:
-        self._heartbeat_interval = heartbeat_interval
-        self._peer_timeout = peer_timeout
+    def __init__(self, config: MessengerConfig, clock: Callable[[], float]) -> None:
+        self._heartbeat_interval = config.heartbeat_interval
+        self._peer_timeout = config.peer_timeout
         self._clock = clock
         self._silence: dict[Peer, float] = {}
         self._next_beat = clock()

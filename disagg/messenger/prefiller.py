@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from disagg.config import MessengerConfig
-from disagg.hooks import EngineEvent, PrefillChunk, StartPrefill
+from disagg.hooks import PrefillChunk, StartPrefill
 from disagg.messenger.admission import probe_problem, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step, WritesEnded
-from disagg.messenger.liveness import Liveness
 from disagg.messenger.messages import (
     Cancel,
     CancelAck,
     Goodbye,
-    Heartbeat,
     Hello,
     Message,
     PrefillFailed,
@@ -39,19 +36,10 @@ from disagg.messenger.messages import (
     ProbeRequest,
     ProtocolError,
     Role,
-    decode,
-    encode,
 )
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import plan_slices
-from disagg.transfer.interface import (
-    Event,
-    MessageReceived,
-    Peer,
-    PeerLost,
-    TransferEngine,
-    TransferError,
-)
+from disagg.transfer.interface import Peer, PeerLost, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -60,37 +48,12 @@ logger = logging.getLogger(__name__)
 COUNTER_INTERVAL = 100e-6
 
 
-class PrefillerMessenger:
-    """The module's docstring. `read_counter` reads the layer counter, `post` tells the engine."""
+class PrefillerMessenger(Messenger):
+    """See the module's docstring. `read_counter` reads the layer counter."""
 
-    def __init__(
-        self,
-        *,
-        transfer: TransferEngine,
-        memory: NodeMemory,
-        hello: Hello,
-        config: MessengerConfig,
-        clock: Callable[[], float],
-        read_counter: Callable[[], int],
-        post: Callable[[EngineEvent], None],
-    ) -> None:
-        self._transfer = transfer
-        self._memory = memory
-        self._hello = hello
-        self._config = config
-        self._post = post
-        self._liveness = Liveness(
-            heartbeat_interval=config.heartbeat_interval,
-            peer_timeout=config.peer_timeout,
-            clock=clock,
-        )
-        self._writer = LayerWriter(
-            transfer=transfer,
-            memory=memory,
-            read_counter=read_counter,
-            post=post,
-            on_failed=self._on_attempt_failed,
-        )
+    def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
+        super().__init__(wiring)
+        self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
         self._links: dict[Peer, Link] = {}
         self._inbox: deque[Step] = deque()
         self._next_job = 1
@@ -116,41 +79,19 @@ class PrefillerMessenger:
         while self._inbox:
             self._writer.add_step(self._inbox.popleft())
         self._writer.post_finished_layers()
-        for peer in self._liveness.silent():
-            self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
-        if self._liveness.beat_due():
-            for peer in self._links:
-                self._send(peer, Heartbeat())
-
-    def close(self, why: str) -> None:
-        """Say goodbye to every peer."""
-        for peer in self._links:
-            self._send(peer, Goodbye(why=why))
+        self._watch_silence()
 
     @property
     def num_open_attempts(self) -> int:
         """Attempts that still hold source pages."""
         return len(self._writer)
 
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._transfer.send(peer, encode(message))
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case MessageReceived():
-                try:
-                    self._on_message(event.peer, decode(event.data))
-                except ProtocolError as error:
-                    if event.peer not in self._links:  # of another version: shows it ours
-                        self._send(event.peer, Goodbye(why=str(error)))
-                    self._transfer.close_peer(event.peer, str(error))
-            case PeerLost():
-                self._on_peer_lost(event)
+    def _greeted(self) -> Iterable[Peer]:
+        return self._links
 
     # --- Messages ---
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        self._liveness.heard(peer)
         if isinstance(message, Hello):
             self._on_hello(peer, message)
             return
@@ -164,12 +105,13 @@ class PrefillerMessenger:
                 self._on_cancel(peer, link, message)
             case ProbeRequest():
                 self._on_probe(peer, link, message)
-            case Goodbye():
-                self._transfer.close_peer(peer, f"said goodbye: {message.why}")
-            case Heartbeat():
-                pass
             case _:
-                raise ProtocolError(f"{type(message).__name__} is nothing a decoder says")
+                super()._on_message(peer, message)
+
+    def _on_protocol_error(self, peer: Peer, why: str) -> None:
+        if peer not in self._links:  # of another version: shows it ours
+            self._send(peer, Goodbye(why=why))
+        super()._on_protocol_error(peer, why)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer in self._links:
@@ -192,13 +134,7 @@ class PrefillerMessenger:
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        why = request_problem(
-            request,
-            ours=self._hello,
-            theirs=link.hello,
-            num_layers=self._memory.layout.num_layers,
-            slices=link.slices,
-        )
+        why = request_problem(request, ours=self._hello, theirs=link.hello, slices=link.slices)
         permanent = why is not None
         if why is None and len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"
@@ -253,7 +189,6 @@ class PrefillerMessenger:
         self._send(attempt.link.peer, failed)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
-        self._liveness.drop(event.peer)
         link = self._links.pop(event.peer, None)
         if link is not None:
             level = logging.WARNING if link.attempts else logging.INFO

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from disagg.kv_layout import KVLayout
 from disagg.messenger.admission import fits, refusal
 from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
+from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice, plan_slices
-from disagg.transfer.interface import Peer, TransferEngine
+from disagg.transfer.interface import Peer
 
 Address = tuple[str, int]
 
@@ -57,20 +57,15 @@ class Prefillers:
     def __init__(
         self,
         addresses: Sequence[Address],
-        *,
-        transfer: TransferEngine,
-        hello: Hello,
-        layout: KVLayout,
-        reconnect_interval: float,
-        clock: Callable[[], float],
+        wiring: Wiring,
         on_link: Callable[[Address, bool, str], None],
     ) -> None:
         self._prefillers = [Prefiller(address=address) for address in dict.fromkeys(addresses)]
-        self._transfer = transfer
-        self._hello = hello
-        self._layout = layout
-        self._reconnect_interval = reconnect_interval
-        self._clock = clock
+        self._transfer = wiring.transfer
+        self._hello = wiring.hello
+        self._layout = wiring.memory.layout
+        self._reconnect_interval = wiring.config.reconnect_interval
+        self._clock = wiring.clock
         self._on_link = on_link
 
     def __len__(self) -> int:
@@ -130,30 +125,6 @@ class Prefillers:
         prefiller.delay = min(max(self._reconnect_interval, 2 * prefiller.delay), MAX_DELAY)
         prefiller.retry_at = self._clock() + prefiller.delay
         self._on_link(prefiller.address, False, why)
-
-    def address(self, peer: Peer) -> Address:
-        """Where a connected prefiller listens."""
-        prefiller = self._by_peer(peer)
-        assert prefiller is not None, f"peer {peer} is no prefiller of ours"
-        return prefiller.address
-
-    def succeeded(self, peer: Peer) -> None:
-        """An attempt there was completed."""
-        prefiller = self._by_peer(peer)
-        if prefiller is not None:
-            prefiller.num_failures = 0
-
-    def failed(self, peer: Peer) -> None:
-        """An attempt there failed."""
-        prefiller = self._by_peer(peer)
-        if prefiller is not None:
-            prefiller.num_failures += 1
-
-    def ended(self, peer: Peer) -> None:
-        """An attempt there is over, in whatever way."""
-        prefiller = self._by_peer(peer)
-        if prefiller is not None:
-            prefiller.num_attempts -= 1
 
     def _by_peer(self, peer: Peer) -> Prefiller | None:
         return next((p for p in self._prefillers if p.peer == peer and peer), None)

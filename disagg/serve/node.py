@@ -31,7 +31,8 @@ from disagg.engine.runner import Runner
 from disagg.engine.scheduler import Scheduler
 from disagg.hooks import EngineEvent
 from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Hello, Identity, Role
+from disagg.messenger.messages import Identity, Role
+from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
@@ -192,7 +193,6 @@ class Node(Resource):
         return make_engine(self.config.transport)
 
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
-        config, clock = self.config.messenger, time.monotonic
         memory = self._register_memory(transfer)
         role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
         hello = memory.hello(
@@ -201,25 +201,18 @@ class Node(Resource):
             identity=_identity(self.config, self.model_config),
             max_prompt_tokens=self.model_config.max_positions - 1,
         )
-        if role is Role.PREFILLER:
-            return PrefillerMessenger(
-                transfer=transfer,
-                memory=memory,
-                hello=hello,
-                config=config,
-                clock=clock,
-                read_counter=self._counter.read,
-                post=self._post,
-            )
-        return DecoderMessenger(
+        wiring = Wiring(
             transfer=transfer,
             memory=memory,
             hello=hello,
-            prefillers=self._build_prefillers(transfer, hello, memory),
-            config=config,
-            clock=clock,
+            config=self.config.messenger,
+            clock=time.monotonic,
             post=self._post,
         )
+        if role is Role.PREFILLER:
+            return PrefillerMessenger(wiring, self._counter.read)
+        prefillers = Prefillers(self.config.prefillers, wiring, self._links.report)
+        return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
         cache = self._kv_cache
@@ -230,19 +223,6 @@ class Node(Resource):
             tail_region=_register(transfer, cache.tail_memory),
             tail_bytes=cache.tail_memory.bytes,
             scratch_region=_register(transfer, self._scratch),
-        )
-
-    def _build_prefillers(
-        self, transfer: TransferEngine, hello: Hello, memory: NodeMemory
-    ) -> Prefillers:
-        return Prefillers(
-            self.config.prefillers,
-            transfer=transfer,
-            hello=hello,
-            layout=memory.layout,
-            reconnect_interval=self.config.messenger.reconnect_interval,
-            clock=time.monotonic,
-            on_link=self._links.report,
         )
 
     # --- Threads ---
