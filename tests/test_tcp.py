@@ -131,7 +131,7 @@ def test_one_poll_sends_a_bounded_amount_and_peers_take_turns(world):
     world.rounds(5)
     for owner, there in zip(owners, peers, strict=True):
         write_all(writer, there, owner, 64 * KIB)
-    jobs = [writer.engine._peers[there].jobs[0] for there in peers]
+    jobs = [link_of(writer, there).jobs[0] for there in peers]
     posted = []
     for _ in range(4):
         before = [job.num_posted for job in jobs]

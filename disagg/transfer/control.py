@@ -16,7 +16,6 @@ frame. Whatever else a transport waits for, it watches on the same `waiter`.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import struct
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 
 from disagg.transfer.interface import MessageReceived, Peer
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
-from disagg.transfer.sockets import open_listener, reason_of, resolve
+from disagg.transfer.sockets import dial, open_listener, reason_of, resolve
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -135,41 +134,28 @@ class Control:
         """A second connection to the host of an open peer; it is still connecting. OSError."""
         first = self._connections[peer].socket
         host, _, *rest = first.getpeername()
-        second = socket.socket(first.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        code = second.connect_ex((host, port, *rest))
-        if code not in (0, errno.EINPROGRESS):
-            second.close()
-            raise OSError(code, os.strerror(code))
-        return second
+        return dial(first.family, (host, port, *rest))
 
     # What the engine passes on.
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
         self._listener = listener = open_listener(host, port)
-        self.waiter.watch(listener.fileno(), READABLE, self._on_accept)
+        self.waiter.watch_listener(listener, self._on_accept)
         bound = listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int) -> Peer:
         """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
-        failure: OSError | None = None
+        where = f"{host}:{port}"
         try:
-            family, address = resolve(host, port)
+            tcp = dial(*resolve(host, port))
         except OSError as error:
-            family, failure = socket.AF_INET, error
-        try:
-            tcp = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        except OSError as error:  # no descriptors left
-            return self._stillborn(f"cannot connect to {host}:{port}: {reason_of(error)}")
-        connection = self._add(tcp, f"{host}:{port}", outgoing=True)
-        if failure is None:
-            code = tcp.connect_ex(address)
-            if code not in (0, errno.EINPROGRESS):
-                failure = OSError(code, os.strerror(code))
-        if failure is not None:
-            self._lose(connection, f"cannot connect to {host}:{port}: {reason_of(failure)}")
-        return connection.peer
+            self._last_peer += 1
+            why = f"cannot connect to {where}: {reason_of(error)}"
+            self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
+            return self._last_peer
+        return self._add(tcp, where, outgoing=True).peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
@@ -219,10 +205,7 @@ class Control:
         """Close every connection and the listener. May be called twice."""
         for connection in list(self._connections.values()):
             self._lose(connection, "engine closed")
-        if self._listener is not None:
-            self.waiter.unwatch(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        self.waiter.close_socket(self._listener)
         self.waiter.close()
 
     # Inside.
@@ -244,11 +227,6 @@ class Control:
         self._connections[connection.peer] = connection
         self._watch_connection(connection)
         return connection
-
-    def _stillborn(self, why: str) -> Peer:
-        self._last_peer += 1
-        self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
-        return self._last_peer
 
     def _watch_connection(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
@@ -285,18 +263,12 @@ class Control:
         self._lose(connection, f"cannot connect to {connection.address}: {reason}")
         return False
 
-    def _on_accept(self, _events: int) -> None:
-        assert self._listener is not None, "only a watched listener accepts"
-        try:
-            tcp, address = self._listener.accept()
-        except OSError:
-            return  # it left before we looked, or no descriptors are left: accept(2) says try again
-        tcp.setblocking(False)
+    def _on_accept(self, tcp: socket.socket, address: str) -> None:
         if sum(not c.ready for c in self._connections.values()) >= MAX_OPENING_CONNECTIONS:
             tcp.close()
             return
         try:
-            self._add(tcp, f"{address[0]}:{address[1]}", outgoing=False)
+            self._add(tcp, address, outgoing=False)
         except OSError:  # no descriptors left
             tcp.close()
 
@@ -384,7 +356,6 @@ class Control:
                 )
 
     def _lose(self, connection: _Connection, why: str) -> None:
-        self.waiter.unwatch(connection.socket.fileno())
-        connection.socket.close()
+        self.waiter.close_socket(connection.socket)
         del self._connections[connection.peer]
         self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))

@@ -3,9 +3,9 @@
     Medium      once an engine: memory, listening            name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
-                post(jobs) ... post(jobs), take_ended() ... take_arrivals(), close()
+                post() ... post(), take_ended() ... take_arrivals(), close()
 
-A link takes writes from the front of its jobs, in order, and counts each in `num_posted` when it
+A link takes writes from the front of its `jobs`, in order, and counts each in `num_posted` when it
 can no longer be withdrawn.
 """
 
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, TypeVarTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,6 @@ from disagg.transfer.control import Control
 from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
 from disagg.transfer.lease import Lease
 from disagg.transfer.sockets import reason_of
-from disagg.transfer.waiter import Handler
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,6 +36,7 @@ MAX_REGIONS = 252
 Arrived = Callable[[int, int], None]
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class LinkError(Exception):
@@ -70,8 +70,9 @@ class Job:
 class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
-    `info` is for our opening. `lease` is what the peer holds while it writes here; None: after
-    `close` nothing of it can land.
+    `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready.
+    `ended` waits for `take_ended`. `lease` is what the peer holds while it writes here; None:
+    after `close` nothing of it can land.
     """
 
     #: How errors call the path: "... broke".
@@ -82,6 +83,9 @@ class Link(ABC):
         self.peer = peer
         self.info = b""
         self.lease: Lease | None = None
+        self.jobs: deque[Job] = deque()
+        self.ended: list[WritesDone] = []
+        self.region_bytes: list[int] = []
 
     def fits(self, info: bytes) -> bool:
         """Whether a peer with this opening can be reached; asked if there is another way."""
@@ -89,27 +93,24 @@ class Link(ABC):
 
     @abstractmethod
     def start(self, info: bytes) -> None:
-        """The peer's opening is here: build the path, then `control.ready`."""
+        """The peer's opening is here: build the path, then `control.ready`. Called by `guard`."""
 
-    @abstractmethod
-    def region_bytes(self) -> list[int]:
-        """Sizes of the peer's regions; known once ready."""
-
-    @abstractmethod
-    def can_post(self, jobs: deque[Job]) -> bool:
+    def can_post(self) -> bool:
         """Whether `post` would move something now."""
+        return bool(self.jobs)
 
     @abstractmethod
-    def post(self, jobs: deque[Job]) -> None:
+    def post(self) -> None:
         """Move a bounded amount. Jobs whose writes are all out leave `jobs`."""
 
     @abstractmethod
     def end(self, ticket: Ticket) -> None:
         """A job was taken out of the queue: end its ticket after what is out already."""
 
-    @abstractmethod
     def take_ended(self) -> list[WritesDone]:
         """Tickets whose posted writes read their source no more, each returned once."""
+        ended, self.ended = self.ended, []
+        return ended
 
     @abstractmethod
     def take_arrivals(self) -> None:
@@ -119,21 +120,17 @@ class Link(ABC):
     def close(self) -> None:
         """Close all but `lease`, which the fence still needs. May be called twice."""
 
-    def guarded(self, step: Callable[[], None]) -> Handler:
-        """A handler that runs `step` and ends the connection if it fails."""
-
-        def handler(_events: int) -> None:
-            try:
-                step()
-            except BlockingIOError:
-                pass  # readiness of a descriptor that had this number before
-            except (LinkError, TransferError, ValueError) as broken:
-                self.control.close_peer(self.peer, str(broken))
-            except OSError as error:
-                why = f"{self.path} broke: {reason_of(error)}"
-                self.control.close_after_reading(self.peer, why)
-
-        return handler
+    def guard(self, step: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
+        """Run a step, and end the connection if it fails."""
+        try:
+            step(*args)
+        except BlockingIOError:
+            pass  # readiness of a descriptor that had this number before
+        except (LinkError, TransferError, ValueError) as broken:
+            self.control.close_peer(self.peer, str(broken))
+        except OSError as error:
+            why = f"{self.path} broke: {reason_of(error)}"
+            self.control.close_after_reading(self.peer, why)
 
 
 class Medium(ABC):

@@ -14,9 +14,8 @@ import ctypes
 import secrets
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -55,7 +54,6 @@ class _Peer:
 
     links: dict[str, Link]
     epoch: int = 0
-    jobs: deque[Job] = field(default_factory=deque)
 
     @property
     def link(self) -> Link:
@@ -137,14 +135,13 @@ class QueuedEngine(TransferEngine):
         check_pages(page_bytes, src_offsets, dst_offsets, imm)
         own = _find("source", src.descriptor, self._epoch, len(self._views))
         check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
+        self._last_ticket += 1
         if not self._control.is_open(peer):
-            self._last_ticket += 1
             return self._last_ticket
         known = self._peers[peer]
-        sizes = known.link.region_bytes()
+        sizes = known.link.region_bytes
         region = _find("destination", dst, known.epoch, len(sizes))
         check_offsets("destination", dst_offsets, page_bytes, sizes[region])
-        self._last_ticket += 1
         job = Job(
             ticket=self._last_ticket,
             peer=peer,
@@ -156,7 +153,7 @@ class QueuedEngine(TransferEngine):
             imm=imm,
         )
         self._open[job.ticket] = job
-        known.jobs.append(job)
+        known.link.jobs.append(job)
         return job.ticket
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -169,19 +166,15 @@ class QueuedEngine(TransferEngine):
         self._counter.forget(imm)
 
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
-        jobs = [self._open.get(ticket) for ticket in tickets]
-        posted = 0
+        jobs = [self._open[ticket] for ticket in tickets if ticket in self._open]
+        if len(jobs) < len(tickets) or not all(self._control.is_open(job.peer) for job in jobs):
+            return None  # the peer is lost: what it will still count is unknown
         for job in jobs:
-            if job is None or not self._control.is_open(job.peer):
-                return None  # the peer is lost: what it will still count is unknown
-            posted += job.num_posted
-        for job in jobs:
-            assert job is not None, "checked above"
-            known = self._peers[job.peer]
-            if job in known.jobs:
-                known.jobs.remove(job)
-                known.link.end(job.ticket)  # `WritesDone` of those writes that were posted
-        return posted
+            link = self._peers[job.peer].link
+            if job in link.jobs:
+                link.jobs.remove(job)
+                link.end(job.ticket)  # `WritesDone` of those writes that were posted
+        return sum(job.num_posted for job in jobs)
 
     def poll(self, timeout: float) -> list[Event]:
         self._post_next()
@@ -193,7 +186,7 @@ class QueuedEngine(TransferEngine):
             medium.look(self._control)
         self._fence(self._fences.look())
         self._take_reached()
-        if self._events or any(known.link.can_post(known.jobs) for known in self._peers.values()):
+        if self._events or any(known.link.can_post() for known in self._peers.values()):
             timeout = 0.0
         elif self._fences:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
@@ -213,12 +206,11 @@ class QueuedEngine(TransferEngine):
 
     def close(self) -> None:
         """See `interface.py`. With shm, a batch under way (about a millisecond) may still land."""
-        for known in self._peers.values():
+        for peer, known in self._peers.items():
             for link in known.links.values():
                 link.close()
                 if link.lease is not None:
-                    link.lease.revoke()
-                    link.lease.close()
+                    self._fences.add(peer, link.lease)
         self._fences.close()
         for medium in self._media:
             medium.close(self._control)
@@ -245,14 +237,14 @@ class QueuedEngine(TransferEngine):
         for name in known.links.keys() - {chosen}:
             known.links.pop(name).close()
         known.epoch = opened.epoch
-        known.link.start(opened.offers[chosen])
+        known.link.guard(known.link.start, opened.offers[chosen])
 
     def _post_next(self) -> None:
         """Post for the peer that has waited longest, if any has something to post."""
         for peer, known in self._peers.items():
-            if self._control.is_open(peer) and known.link.can_post(known.jobs):
+            if self._control.is_open(peer) and known.link.can_post():
                 self._peers[peer] = self._peers.pop(peer)  # to the end: peers take turns
-                known.link.post(known.jobs)
+                known.link.post()
                 return
 
     def _take_reached(self) -> None:

@@ -125,55 +125,11 @@ class ShmLink(Link):
 
     def start(self, info: bytes) -> None:
         """Dial the peer's Unix socket, or wait for its call on ours."""
-        self.guarded(lambda: self._start(info))(0)
-
-    def region_bytes(self) -> list[int]:
-        return [region.nbytes for region in self.regions]
-
-    def can_post(self, jobs: deque[Job]) -> bool:
-        return bool(jobs)
-
-    def post(self, jobs: deque[Job]) -> None:
-        """Copy one batch, if the peer still lets us."""
-        assert self.held_lease is not None, (
-            "jobs need the peer's regions, which came with its lease"
-        )
-        if not self.held_lease.begin():
-            self.control.close_peer(self.peer, "the peer took its memory back")
-            return
-        try:
-            self.notes += self._copy_batch(jobs, self.regions)
-        finally:
-            self.held_lease.end()
-
-    def end(self, ticket: Ticket) -> None:
-        self.notes.append(Note(imm=0, count=0, end=WritesDone(ticket=ticket)))
-
-    def take_ended(self) -> list[WritesDone]:
-        """Send notes: a ticket ends when its last one is sent."""
-        ended: list[WritesDone] = []
-        self.guarded(lambda: self._send_notes(ended))(0)
-        return ended
-
-    def take_arrivals(self) -> None:
-        if self._unix is not None and self.held_lease is not None:
-            self.guarded(self._receive_notes)(0)
-
-    def close(self) -> None:
-        for sock in (self._listener, self._unix):
-            if sock is not None and sock.fileno() >= 0:
-                self.control.waiter.unwatch(sock.fileno())
-                sock.close()
-        self._unix = self._listener = None
-        if self.held_lease is not None:
-            self.held_lease.close()
-
-    def _start(self, info: bytes) -> None:
         theirs = decode(info, _Info, "opening of shm")
         self._their_token = theirs.token
         if self._listener is not None:
-            accept = self.guarded(self._accept)
-            self.control.waiter.watch(self._listener.fileno(), READABLE, accept)
+            fd = self._listener.fileno()
+            self.control.waiter.watch(fd, READABLE, lambda _: self.guard(self._accept))
             return
         if theirs.name is None:
             raise LinkError("malformed opening of shm: expected the name of a Unix socket")
@@ -192,6 +148,38 @@ class ShmLink(Link):
         self._watch()
         self._introduce()
 
+    def post(self) -> None:
+        """Copy one batch, if the peer still lets us."""
+        assert self.held_lease is not None, (
+            "jobs need the peer's regions, which came with its lease"
+        )
+        if not self.held_lease.begin():
+            self.control.close_peer(self.peer, "the peer took its memory back")
+            return
+        try:
+            self.notes += self._copy_batch(self.jobs, self.regions)
+        finally:
+            self.held_lease.end()
+
+    def end(self, ticket: Ticket) -> None:
+        self.notes.append(Note(imm=0, count=0, end=WritesDone(ticket=ticket)))
+
+    def take_ended(self) -> list[WritesDone]:
+        """Send notes: a ticket ends when its last one is sent."""
+        self.guard(self._send_notes)
+        return super().take_ended()
+
+    def take_arrivals(self) -> None:
+        if self._unix is not None and self.held_lease is not None:
+            self.guard(self._receive_notes)
+
+    def close(self) -> None:
+        self.control.waiter.close_socket(self._listener)
+        self.control.waiter.close_socket(self._unix)
+        self._unix = self._listener = None
+        if self.held_lease is not None:
+            self.held_lease.close()
+
     def _accept(self) -> None:
         assert self._listener is not None, "watched only while it is there"
         unix, _ = self._listener.accept()
@@ -199,8 +187,7 @@ class ShmLink(Link):
         if _uid_of(unix) != os.getuid():
             unix.close()  # a stranger found the name; go on waiting for our peer
             return
-        self.control.waiter.unwatch(self._listener.fileno())
-        self._listener.close()
+        self.control.waiter.close_socket(self._listener)
         self._listener = None
         self._unix = unix
         self._watch()
@@ -216,7 +203,7 @@ class ShmLink(Link):
             self._watch()
         if events & ~WRITABLE:
             introduced = self.held_lease is not None
-            self.guarded(self._receive_notes if introduced else self._receive_introduction)(0)
+            self.guard(self._receive_notes if introduced else self._receive_introduction)
 
     def _introduce(self) -> None:
         assert self._unix is not None, "introduced on an open socket"
@@ -246,6 +233,7 @@ class ShmLink(Link):
             self.regions = [
                 _map_region(fd, extent) for fd, extent in zip(fds[1:], theirs.regions, strict=True)
             ]
+            self.region_bytes = [region.nbytes for region in self.regions]
             self.held_lease = HeldLease(fds[0])
         finally:
             for fd in fds:
@@ -272,7 +260,7 @@ class ShmLink(Link):
             for imm, count in _RECORD.iter_unpack(packet):
                 self._arrived(imm, count)
 
-    def _send_notes(self, ended: list[WritesDone]) -> None:
+    def _send_notes(self) -> None:
         while self.notes:
             batch = list(islice(self.notes, _MAX_RECORDS))
             packet = b"".join(_RECORD.pack(note.imm, note.count) for note in batch if note.count)
@@ -287,7 +275,7 @@ class ShmLink(Link):
             for note in batch:
                 self.notes.popleft()
                 if note.end is not None:
-                    ended.append(note.end)
+                    self.ended.append(note.end)
 
 
 def host_identity() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from typing import Any
 
@@ -29,6 +31,16 @@ def open_listener(host: str, port: int) -> socket.socket:
             " choose another with --listen, or port 0"
         ) from error
     return listener
+
+
+def dial(family: int, address: tuple[str | int, ...]) -> socket.socket:
+    """A socket that is connecting, or connected already. OSError."""
+    dialling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    code = dialling.connect_ex(address)
+    if code not in (0, errno.EINPROGRESS):
+        dialling.close()
+        raise OSError(code, os.strerror(code))
+    return dialling
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:

@@ -64,14 +64,14 @@ class TcpMedium(Medium):
 
     def listen(self, control: Control, host: str) -> None:
         self._listener = open_listener(host, 0)
-        control.waiter.watch(self._listener.fileno(), READABLE, lambda _: self._accept(control))
+        control.waiter.watch_listener(self._listener, lambda data, _: self._meet(control, data))
 
     def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> TcpLink:
-        link = TcpLink(control, peer, self._regions, arrived, self._send)
+        port = None
         if not outgoing:
             assert self._listener is not None, "whoever accepts listens"
-            link.await_call(self._listener.getsockname()[1], self._links)
-        return link
+            port = self._listener.getsockname()[1]
+        return TcpLink(control, peer, self._regions, arrived, self._send, port, self._links)
 
     def look(self, control: Control) -> None:
         """End data connections that are silent for too long."""
@@ -81,19 +81,10 @@ class TcpMedium(Medium):
     def close(self, control: Control) -> None:
         while self._strangers:
             self._dismiss(control, self._strangers[0]).close()
-        if self._listener is not None:
-            control.waiter.unwatch(self._listener.fileno())
-            self._listener.close()
-            self._listener = None
+        control.waiter.close_socket(self._listener)
         self._regions = []
 
-    def _accept(self, control: Control) -> None:
-        assert self._listener is not None, "only a watched listener accepts"
-        try:
-            data, _ = self._listener.accept()
-        except OSError:
-            return  # it left before we looked, or no descriptors are left: accept(2) says try again
-        data.setblocking(False)
+    def _meet(self, control: Control, data: socket.socket) -> None:
         stranger = _Stranger(socket=data, deadline=control.opening_deadline())
         self._strangers.append(stranger)
         control.waiter.watch(data.fileno(), READABLE, lambda _: self._hear(control, stranger))

@@ -16,14 +16,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from disagg.transfer.control import Control
 from disagg.transfer.interface import Peer, Ticket, TransferError, WritesDone
-from disagg.transfer.medium import Arrived, Bytes, Job, Link, LinkError, decode
+from disagg.transfer.medium import Arrived, Bytes, Link, LinkError, decode
 from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
 from disagg.transfer.waiter import READABLE, WRITABLE
 
@@ -46,7 +45,10 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class TcpLink(Link):
-    """One connection's data connection. The side that accepts calls `await_call` first."""
+    """One connection's data connection.
+
+    `port` is where the peer will call (who accepts); until then `links` has us by our token.
+    """
 
     path = "data connection"
 
@@ -57,31 +59,34 @@ class TcpLink(Link):
         regions: list[Bytes],
         arrived: Arrived,
         send: Send,
+        port: int | None,
+        links: dict[bytes, TcpLink],
     ) -> None:
         super().__init__(control, peer)
         sizes = [region.nbytes for region in regions]
-        self._info = _Info(secrets.token_bytes(TOKEN_BYTES), None, sizes)
+        self._info = _Info(secrets.token_bytes(TOKEN_BYTES), port, sizes)
         self.info = msgspec.msgpack.encode(self._info)
-        self._links: dict[bytes, TcpLink] = {}  # where we wait for a call
+        self._links = links
+        if port is not None:
+            links[self._info.token] = self
         self._reader = FrameReader(regions, arrived)
         self._send = send
-        self._their_region_bytes: list[int] | None = None
+        self._is_opened = False
         self._data: socket.socket | None = None
         self._greeting = b""
         self._blocked = True
         self._frame: OutgoingFrame | None = None
-        self._ended: list[WritesDone] = []
-
-    def await_call(self, port: int, links: dict[bytes, TcpLink]) -> None:
-        """The peer will call our listener at `port`; until then `links` has us by our token."""
-        self._info = msgspec.structs.replace(self._info, port=port)
-        self.info = msgspec.msgpack.encode(self._info)
-        self._links = links
-        links[self._info.token] = self
 
     def start(self, info: bytes) -> None:
         """Dial the peer's data port, or wait for its call on ours."""
-        self.guarded(lambda: self._start(info))(0)
+        theirs = decode(info, _Info, "opening of tcp")
+        self._is_opened, self.region_bytes = True, theirs.region_bytes
+        if self._info.port is not None:
+            self._become_ready()
+        elif theirs.port is None or not 0 < theirs.port < 65536:
+            raise LinkError(f"malformed opening of tcp: expected a port, got {theirs.port}")
+        else:
+            self.take(self.control.dial_again(self.peer, theirs.port), theirs.token)
 
     def take(self, data: socket.socket, greeting: bytes = b"") -> None:
         """Use this data connection, after sending `greeting`."""
@@ -91,52 +96,32 @@ class TcpLink(Link):
         self._greeting = greeting
         self._watch()
 
-    def region_bytes(self) -> list[int]:
-        assert self._their_region_bytes is not None, "they came with the opening"
-        return self._their_region_bytes
+    def can_post(self) -> bool:
+        return not self._blocked and (self._frame is not None or bool(self.jobs))
 
-    def can_post(self, jobs: deque[Job]) -> bool:
-        return not self._blocked and (self._frame is not None or bool(jobs))
-
-    def post(self, jobs: deque[Job]) -> None:
+    def post(self) -> None:
         """Send about a frame, or what the kernel takes."""
-        self.guarded(lambda: self._post(jobs))(0)
+        self.guard(self._post)
 
     def end(self, ticket: Ticket) -> None:
         if self._frame is not None:
             self._frame.ends.append(ticket)
         else:
-            self._ended.append(WritesDone(ticket=ticket))
-
-    def take_ended(self) -> list[WritesDone]:
-        ended, self._ended = self._ended, []
-        return ended
+            self.ended.append(WritesDone(ticket=ticket))
 
     def take_arrivals(self) -> None:
         if not self._greeting:
-            self.guarded(lambda: self._receive(LAST_BYTES))(0)
+            self.guard(self._receive, LAST_BYTES)
 
     def close(self) -> None:
         self._links.pop(self._info.token, None)
-        if self._data is not None:
-            self.control.waiter.unwatch(self._data.fileno())
-            self._data.close()
-            self._data = None
+        self.control.waiter.close_socket(self._data)
+        self._data = None
         self._blocked = True
-
-    def _start(self, info: bytes) -> None:
-        theirs = decode(info, _Info, "opening of tcp")
-        self._their_region_bytes = theirs.region_bytes
-        if self._info.port is not None:
-            self._become_ready()
-        elif theirs.port is None or not 0 < theirs.port < 65536:
-            raise LinkError(f"malformed opening of tcp: expected a port, got {theirs.port}")
-        else:
-            self.take(self.control.dial_again(self.peer, theirs.port), theirs.token)
 
     def _become_ready(self) -> None:
         """Once both the peer's opening and the data connection are there."""
-        if self._data is not None and self._their_region_bytes is not None:
+        if self._data is not None and self._is_opened:
             self.control.ready(self.peer)
 
     def _watch(self) -> None:
@@ -146,9 +131,9 @@ class TcpLink(Link):
 
     def _on_data(self, events: int) -> None:
         if self._blocked and events & ~READABLE:
-            self.guarded(self._go_on)(0)
+            self.guard(self._go_on)
         if events & ~WRITABLE and not self._greeting:
-            self.guarded(lambda: self._receive(FRAME_BYTES))(0)
+            self.guard(self._receive, FRAME_BYTES)
 
     def _go_on(self) -> None:
         """The kernel takes more, at first because the connection stands."""
@@ -166,21 +151,21 @@ class TcpLink(Link):
         self._watch()
         self._become_ready()
 
-    def _post(self, jobs: deque[Job]) -> None:
+    def _post(self) -> None:
         budget = FRAME_BYTES
-        while budget > 0 and self.can_post(jobs):
+        while budget > 0 and self.can_post():
             assert self._data is not None, "a link that is not blocked has its connection"
             if self._frame is None:
-                self._frame = OutgoingFrame(jobs[0])
-                if jobs[0].is_posted:
-                    self._frame.ends.append(jobs.popleft().ticket)
+                self._frame = OutgoingFrame(self.jobs[0])
+                if self.jobs[0].is_posted:
+                    self._frame.ends.append(self.jobs.popleft().ticket)
             try:
                 sent = self._send(self._data, self._frame.rest())
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
             if self._frame.advance(sent):
-                self._ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
+                self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
                 self._frame = None
             elif sent < FRAME_BYTES:
                 self._blocked = True
