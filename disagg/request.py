@@ -15,6 +15,19 @@ from disagg.hooks import TransferStats
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
+#: What each field of `SamplingParams` may be, in words.
+EXPECTED = {
+    "max_tokens": "a whole number of at least 1",
+    "temperature": "a finite number of at least 0",
+    "top_k": "None or a whole number of at least 1",
+    "top_p": "a number above 0 and at most 1",
+    "seed": f"None or a whole number from 0 to {MAX_SEED}",
+    "stop_token_ids": "a tuple of token ids",
+    "stop": "a tuple of strings that are not empty",
+    "ignore_eos": "True or False",
+    "logprobs": f"None or a whole number from 0 to {MAX_LOGPROBS}",
+}
+
 
 class FinishReason(enum.StrEnum):
     """Why a request's tokens ended."""
@@ -52,48 +65,22 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, is_right, expected in (
-            ("max_tokens", _is_whole(self.max_tokens, 1), "a whole number of at least 1"),
-            (
-                "temperature",
-                _is_number(self.temperature) and 0 <= self.temperature < math.inf,
-                "a finite number of at least 0",
-            ),
-            (
-                "top_k",
-                self.top_k is None or _is_whole(self.top_k, 1),
-                "None or a whole number of at least 1",
-            ),
-            (
-                "top_p",
-                _is_number(self.top_p) and 0 < self.top_p <= 1,
-                "a number above 0 and at most 1",
-            ),
-            (
-                "seed",
-                self.seed is None or _is_whole(self.seed, 0, MAX_SEED),
-                f"None or a whole number from 0 to {MAX_SEED}",
-            ),
-            (
-                "stop_token_ids",
-                _is_tuple(self.stop_token_ids)
-                and all(_is_whole(i, 0) for i in self.stop_token_ids),
-                "a tuple of token ids",
-            ),
-            (
-                "stop",
-                _is_tuple(self.stop) and all(isinstance(s, str) and s for s in self.stop),
-                "a tuple of strings that are not empty",
-            ),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            (
-                "logprobs",
-                self.logprobs is None or _is_whole(self.logprobs, 0, MAX_LOGPROBS),
-                f"None or a whole number from 0 to {MAX_LOGPROBS}",
-            ),
-        ):
+        ids, stops = self.stop_token_ids, self.stop
+        rightness = {
+            "max_tokens": _is_whole(self.max_tokens, 1),
+            "temperature": _is_number(self.temperature) and 0 <= self.temperature < math.inf,
+            "top_k": self.top_k is None or _is_whole(self.top_k, 1),
+            "top_p": _is_number(self.top_p) and 0 < self.top_p <= 1,
+            "seed": self.seed is None or _is_whole(self.seed, 0, MAX_SEED),
+            "stop_token_ids": _is_tuple(ids) and all(_is_whole(i, 0) for i in ids),
+            "stop": _is_tuple(stops) and all(isinstance(s, str) and s for s in stops),
+            "ignore_eos": isinstance(self.ignore_eos, bool),
+            "logprobs": self.logprobs is None or _is_whole(self.logprobs, 0, MAX_LOGPROBS),
+        }
+        for name, is_right in rightness.items():
             if not is_right:
-                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+                expected, found = EXPECTED[name], getattr(self, name)
+                raise ValueError(f"{name}: expected {expected}, got {found!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

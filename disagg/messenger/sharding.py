@@ -21,7 +21,6 @@ from disagg.kv_layout import KVLayout
 class Slice:
     """A contiguous run of bytes that source and destination page share. Offsets lie in the page."""
 
-    source_rank: int
     destination_rank: int
     source_offset: int
     destination_offset: int
@@ -46,7 +45,6 @@ def plan_slices(source: Sequence[KVLayout], destination: Sequence[KVLayout]) -> 
         )
     return (
         Slice(
-            source_rank=0,
             destination_rank=0,
             source_offset=0,
             destination_offset=0,
