@@ -350,10 +350,8 @@ class Control:
                     step = "opened, but the path for writes did not come up"
                 if connection.ready:
                     step = "opened, but said nothing"
-                self._lose(
-                    connection,
-                    f"{connection.address} {step} within {self._opening_timeout:g} s",
-                )
+                why = f"{connection.address} {step} within {self._opening_timeout:g} s"
+                self._lose(connection, why)
 
     def _lose(self, connection: _Connection, why: str) -> None:
         self.waiter.close_socket(connection.socket)

@@ -34,6 +34,8 @@ from disagg.transfer.lease import HeldLease, Lease
 from disagg.transfer.medium import MAX_REGIONS, Arrived, Bytes, Job, Link, LinkError, decode
 from disagg.transfer.waiter import READABLE, WRITABLE
 
+#: Keeps the borders of packets, and does not block.
+_PACKETS = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
 _MAX_INTRODUCTION_BYTES = 64 << 10
 _RECORD = struct.Struct("=II")
 _MAX_RECORDS = 512
@@ -110,8 +112,7 @@ class ShmLink(Link):
         name = None
         if not outgoing:
             name = f"disagg-{secrets.token_hex(16)}"
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.setblocking(False)
+            self._listener = socket.socket(socket.AF_UNIX, _PACKETS)
             self._listener.bind(f"\0{name}")
             self._listener.listen(8)
         self._host = host_identity()
@@ -133,9 +134,7 @@ class ShmLink(Link):
             return
         if theirs.name is None:
             raise LinkError("malformed opening of shm: expected the name of a Unix socket")
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        unix.setblocking(False)
-        self._unix = unix
+        self._unix = unix = socket.socket(socket.AF_UNIX, _PACKETS)
         try:
             unix.connect(f"\0{theirs.name}")
         except OSError as error:
@@ -150,16 +149,15 @@ class ShmLink(Link):
 
     def post(self) -> None:
         """Copy one batch, if the peer still lets us."""
-        assert self.held_lease is not None, (
-            "jobs need the peer's regions, which came with its lease"
-        )
-        if not self.held_lease.begin():
+        lease = self.held_lease
+        assert lease is not None, "jobs need the peer's regions, which came with its lease"
+        if not lease.begin():
             self.control.close_peer(self.peer, "the peer took its memory back")
             return
         try:
             self.notes += self._copy_batch(self.jobs, self.regions)
         finally:
-            self.held_lease.end()
+            lease.end()
 
     def end(self, ticket: Ticket) -> None:
         self.notes.append(Note(imm=0, count=0, end=WritesDone(ticket=ticket)))
@@ -223,9 +221,8 @@ class ShmLink(Link):
             theirs = decode(packet, _Introduction, "introduction on the Unix socket")
             if not secrets.compare_digest(theirs.token, self._token):
                 raise LinkError("the Unix socket was called with a wrong token")
-            if len(fds) != len(theirs.regions) + 1 or flags & (
-                socket.MSG_TRUNC | socket.MSG_CTRUNC
-            ):
+            is_cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+            if len(fds) != len(theirs.regions) + 1 or is_cut:
                 raise LinkError(
                     f"the peer announced {len(theirs.regions)} regions and a lease, but passed"
                     f" {len(fds)} descriptors; is the limit of open files too low (ulimit -n)?"
@@ -289,9 +286,8 @@ def host_identity() -> str:
 
 
 def _uid_of(unix: socket.socket) -> int:
-    _pid, uid, _gid = struct.unpack(
-        "=iII", unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
+    credentials = unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _pid, uid, _gid = struct.unpack("=iII", credentials)
     return int(uid)
 
 
