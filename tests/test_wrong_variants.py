@@ -488,6 +488,13 @@ VARIANTS = (
         "without_faults",
     ),
     Variant(
+        "5: both halves beat",
+        "messenger",
+        "if self._liveness.beat_due():",
+        "if False:",
+        "without_faults",
+    ),
+    Variant(
         "5: a decoder beats",
         "decoder",
         "return [prefiller.peer for prefiller in self._prefillers.ready()]",
