@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar, TypeVarTuple
+from typing import ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,7 +36,6 @@ MAX_REGIONS = 252
 Arrived = Callable[[int, int], None]
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
-_Arguments = TypeVarTuple("_Arguments")
 
 
 class LinkError(Exception):
@@ -120,10 +119,10 @@ class Link(ABC):
     def close(self) -> None:
         """Close all but `lease`, which the fence still needs. May be called twice."""
 
-    def guard(self, step: Callable[[*_Arguments], None], *args: *_Arguments) -> None:
+    def guard(self, step: Callable[[], None]) -> None:
         """Run a step, and end the connection if it fails."""
         try:
-            step(*args)
+            step()
         except BlockingIOError:
             pass  # readiness of a descriptor that had this number before
         except (LinkError, TransferError, ValueError) as broken:

@@ -237,7 +237,7 @@ class QueuedEngine(TransferEngine):
         for name in known.links.keys() - {chosen}:
             known.links.pop(name).close()
         known.epoch = opened.epoch
-        known.link.guard(known.link.start, opened.offers[chosen])
+        known.link.guard(lambda: known.link.start(opened.offers[chosen]))
 
     def _post_next(self) -> None:
         """Post for the peer that has waited longest, if any has something to post."""

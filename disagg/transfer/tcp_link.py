@@ -111,7 +111,7 @@ class TcpLink(Link):
 
     def take_arrivals(self) -> None:
         if not self._greeting:
-            self.guard(self._receive, LAST_BYTES)
+            self.guard(lambda: self._receive(LAST_BYTES))
 
     def close(self) -> None:
         self._links.pop(self._info.token, None)
@@ -133,7 +133,7 @@ class TcpLink(Link):
         if self._blocked and events & ~READABLE:
             self.guard(self._go_on)
         if events & ~WRITABLE and not self._greeting:
-            self.guard(self._receive, FRAME_BYTES)
+            self.guard(lambda: self._receive(FRAME_BYTES))
 
     def _go_on(self) -> None:
         """The kernel takes more, at first because the connection stands."""
