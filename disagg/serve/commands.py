@@ -9,11 +9,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 
+from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
+from disagg.kv_layout import PageOrder
 from disagg.messenger.prefillers import Address
 from disagg.model.weights import default_dtype
 from disagg.request import FinishReason, Output, Request
@@ -23,7 +25,7 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
 from disagg.serve.handle import Completion, RequestHandle
 from disagg.serve.node import TRANSPORT, Node, NodeConfig, NodeError
-from disagg.serve.options import forwarded_flags, node_settings
+from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
@@ -33,7 +35,7 @@ from disagg.transfer.interface import TransferError
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
     arguments = _resolve(arguments)
-    with _start(arguments, listen=arguments.listen) as node:
+    with _start(arguments) as node:
         assert node.address is not None, "a prefiller listens"
         host, port = node.address
         print(f"{LISTENING}{host}:{port}", flush=True)
@@ -53,10 +55,9 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
         if not prefillers and not arguments.colocated:
             child = ChildPrefiller(forwarded_flags(arguments))
             prefillers = (stack.enter_context(child).address(),)
-        tokenizer = Tokenizer(arguments.model)
-        if not tokenizer.exists:
-            raise UsageError(f"{arguments.model} has no tokenizer.json, so it reads no prompt")
-        node = stack.enter_context(_start(arguments, prefillers=prefillers))
+        with _usage_errors():
+            tokenizer = Tokenizer(arguments.model)
+        node = stack.enter_context(_start(arguments, prefillers))
         news: SimpleQueue[int] = SimpleQueue()
         start = time.monotonic()
         answers = [
@@ -75,32 +76,31 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
 
 def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
     """The flags with the model's folder and the dtype that `auto` means on this CPU."""
-    try:
+    with _usage_errors():
         folder = resolve_model(arguments.model)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     dtype = default_dtype() if arguments.dtype == "auto" else arguments.dtype
     return argparse.Namespace(**{**vars(arguments), "model": folder, "dtype": dtype})
 
 
-def _start(
-    arguments: argparse.Namespace,
-    *,
-    listen: Address | None = None,
-    prefillers: tuple[Address, ...] = (),
-) -> Node:
-    cache, scheduler, messenger = node_settings(arguments)
-    config = NodeConfig(
-        model=arguments.model,
-        cache=cache,
-        scheduler=scheduler,
-        messenger=messenger,
-        listen=listen,
-        prefillers=prefillers,
-        transport=arguments.transport,
-    )
-    try:
+def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
+    """A node as the flags describe it; UsageError if it cannot be or cannot start."""
+    layout = {"kv_layout": PageOrder(arguments.kv_layout)}
+    with _usage_errors():
+        config = NodeConfig(
+            **given(NodeConfig, arguments),
+            cache=CacheConfig(**given(CacheConfig, arguments) | layout),
+            scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
+            messenger=MessengerConfig(**given(MessengerConfig, arguments)),
+            prefillers=prefillers,
+        )
         return Node(config)
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """What goes wrong before there is a node to talk to is the user's to put right."""
+    try:
+        yield
     except (ValueError, TransferError, NodeError) as error:
         raise UsageError(str(error)) from error
 

@@ -8,25 +8,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from disagg.config import ITEMSIZE, CacheConfig, MessengerConfig, SchedulerConfig
+from disagg.config import ITEMSIZE
 from disagg.kv_layout import PageOrder
 from disagg.serve.exits import UsageError
 from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import TransferError
 from disagg.transfer.sockets import open_listener
-
-#: What a prefiller that a decoder starts as its child is told, too.
-FORWARDED_TO_CHILD = (
-    "model",
-    "dtype",
-    "page_size",
-    "kv_layout",
-    "num_pages",
-    "max_batch_tokens",
-    "peer_timeout",
-    "transport",
-)
 
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
 
@@ -154,31 +143,16 @@ def check_port(host: str, port: int) -> None:
         raise UsageError(str(error)) from error
 
 
-def node_settings(
-    arguments: argparse.Namespace,
-) -> tuple[CacheConfig, SchedulerConfig, MessengerConfig]:
-    """The configurations that the flags describe; UsageError if they contradict each other."""
-    given = {
-        field.name: getattr(arguments, field.name)
-        for field in fields(MessengerConfig)
-        if hasattr(arguments, field.name)
-    }
-    try:
-        cache = CacheConfig(
-            num_pages=arguments.num_pages,
-            page_size=arguments.page_size,
-            kv_layout=PageOrder(arguments.kv_layout),
-            dtype=arguments.dtype,
-        )
-        scheduler = SchedulerConfig(max_batch_tokens=arguments.max_batch_tokens)
-        return cache, scheduler, MessengerConfig(**given)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags that are named as the fields of a dataclass, as arguments for it."""
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
-    flags = [
-        f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in FORWARDED_TO_CHILD
-    ]
+    parser = argparse.ArgumentParser()
+    add_node_flags(parser)
+    names = vars(parser.parse_args([])).keys() - {"verbose"}
+    flags = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in sorted(names)]
     return flags + (["--verbose"] if arguments.verbose else [])

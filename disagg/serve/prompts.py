@@ -8,7 +8,7 @@ before any work is done; blank ones are skipped. No torch here.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ import msgspec
 
 from disagg.request import SamplingParams
 from disagg.serve.exits import UsageError
+from disagg.serve.options import given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,9 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
     """Those of the command line, then those of the file. UsageError for what is wrong with them."""
-    given = vars(arguments) | {"stop": tuple(arguments.stop or ())}
-    names = {field.name for field in fields(SamplingParams)} & given.keys()
     try:
-        defaults = SamplingParams(**{name: given[name] for name in names})
+        stop = {"stop": tuple(arguments.stop or ())}
+        defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
     except ValueError as error:
         raise UsageError(str(error)) from error
     prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
@@ -80,5 +80,5 @@ def _read_line(line: bytes, defaults: SamplingParams) -> Prompt:
         raise ValueError("expected either prompt or prompt_token_ids")
     if isinstance(found["stop"], str):
         found["stop"] = (found["stop"],)
-    given = {name: value for name, value in found.items() if value is not None}
-    return Prompt(content=text or token_ids, sampling=replace(defaults, **given))
+    sampling = {name: value for name, value in found.items() if value is not None}
+    return Prompt(content=text or token_ids, sampling=replace(defaults, **sampling))

@@ -23,58 +23,46 @@ MAX_UNFINISHED = 3
 
 
 class Tokenizer:
-    """The tokenizer of a model folder. A folder without one is usable with token ids only."""
+    """The tokenizer of a model folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Load `folder/tokenizer.json`; without that file, `exists` is false."""
+        """Load `folder/tokenizer.json`; ValueError if there is none."""
+        if not (folder / "tokenizer.json").exists():
+            raise ValueError(f"{folder} has no tokenizer.json, so it reads no prompt")
         self._folder = folder
-        self._inner: PreTrainedTokenizerFast | None = None
-        if (folder / "tokenizer.json").exists():
-            self._inner = PreTrainedTokenizerFast.from_pretrained(folder)
-
-    @property
-    def exists(self) -> bool:
-        """Whether the folder has a tokenizer; if not, the methods below raise ValueError."""
-        return self._inner is not None
+        self._inner: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokenizer's end token. Generation stops at those of `ModelConfig`."""
-        end = self._loaded().eos_token_id
+        end = self._inner.eos_token_id
         return () if end is None else (end,)
 
     def encode(self, prompt: str, *, chat: bool) -> list[int]:
         """Token ids of `prompt`: as it is, or as a user's message in the model's chat template."""
-        inner = self._loaded()
         if not chat:
-            return list(inner.encode(prompt))
-        if inner.chat_template is None:
+            return list(self._inner.encode(prompt))
+        if self._inner.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self._folder} has no chat template; give the prompt as plain"
                 " text (--raw)"
             )
         message = {"role": "user", "content": prompt}
-        text = inner.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        text = self._inner.apply_chat_template(
+            [message], add_generation_prompt=True, tokenize=False
+        )
         # The template has written the begin token already, if the model wants one.
-        return list(inner.encode(text, add_special_tokens=False))
+        return list(self._inner.encode(text, add_special_tokens=False))
 
     def stream(self) -> TextStream:
         """A fresh decoder for one answer."""
-        return TextStream(self._loaded())
+        return TextStream(self._inner)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The whole text: exactly what a stream of these tokens would have returned."""
         stream = self.stream()
         pieces = [stream.push(token_id) for token_id in token_ids]
         return "".join([*pieces, stream.finish()])
-
-    def _loaded(self) -> PreTrainedTokenizerFast:
-        if self._inner is None:
-            raise ValueError(
-                f"model folder {self._folder} has no tokenizer (no tokenizer.json); give the"
-                " prompt as token ids"
-            )
-        return self._inner
 
 
 class TextStream:
