@@ -148,7 +148,7 @@ def test_what_was_moved_is_told(run, model, prefiller):
     for num_pages, found in zip((1, 2, 3), fetched, strict=True):
         assert found["transfer"] == {
             "prefiller": prefiller.address(),
-            "transport": "shm",
+            "transport": "auto",
             "writes": 3 * num_pages + 1,
             "bytes": 3 * num_pages * page_bytes + tail_bytes,
             "retries": 0,

@@ -24,7 +24,7 @@ from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
 from disagg.serve.handle import Completion, RequestHandle
-from disagg.serve.node import TRANSPORT, Node, NodeConfig, NodeError
+from disagg.serve.node import Node, NodeConfig, NodeError
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
@@ -137,8 +137,8 @@ def _print_answer(
         if not arguments.json:
             print(answer.take(), end="", flush=True)
     if arguments.json:
-        logprobs = answer.sampling.logprobs is not None
-        found = as_json(index, answer.text, completion, transport=TRANSPORT, logprobs=logprobs)
+        transport, logprobs = arguments.transport, answer.sampling.logprobs is not None
+        found = as_json(index, answer.text, completion, transport=transport, logprobs=logprobs)
         print(json.dumps(found), flush=True)
     else:
         print(answer.take(), flush=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from disagg.hooks import TransferStats
-from disagg.request import FinishReason, Output, Timings, TokenLogprobs
+from disagg.request import FinishReason, Output, TokenLogprobs
 
 
 def nothing() -> None:
@@ -15,18 +14,12 @@ def nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """How a request ended. `token_ids` holds all output tokens, a stop token too; `error` says why
-    if `finish_reason` is ERROR. `timings` is None if it never came to the engine, `transfer` if
-    its KV was computed where it was decoded."""
+class Completion(Output):
+    """How a request ended: its last output, with the tokens of all of them, a stop token too.
+    `timings` is None if it never came to the engine, `transfer` if its KV was computed where it was
+    decoded."""
 
     num_prompt_tokens: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    finish_reason: FinishReason
-    error: str | None
-    timings: Timings | None
-    transfer: TransferStats | None
 
 
 class RequestHandle:
@@ -80,16 +73,14 @@ class RequestHandle:
         """How it ended, once that has been read."""
         if self._end is None:
             return None
-        stopped = self._num_kept is not None
-        return Completion(
-            num_prompt_tokens=self._num_prompt_tokens,
-            token_ids=tuple(self._token_ids[: self._num_kept]),
-            logprobs=tuple(self._logprobs[: self._num_kept]),
-            finish_reason=FinishReason.STOP if stopped else _known(self._end.finish_reason),
-            error=None if stopped else self._end.error,
-            timings=self._end.timings,
-            transfer=self._end.transfer,
-        )
+        end = self._end
+        if self._num_kept is not None:
+            end = replace(end, finish_reason=FinishReason.STOP, error=None)
+        found = {
+            "token_ids": tuple(self._token_ids[: self._num_kept]),
+            "logprobs": tuple(self._logprobs[: self._num_kept]),
+        }
+        return Completion(num_prompt_tokens=self._num_prompt_tokens, **(vars(end) | found))
 
     def cancel(self) -> None:
         """Stop the request's work on both nodes. A finished one is left alone."""
@@ -115,8 +106,3 @@ class RequestHandle:
         if output.finish_reason is not None:
             self._end = output
         return output.token_ids if self._num_kept is None else ()
-
-
-def _known(reason: FinishReason | None) -> FinishReason:
-    assert reason is not None, "the last output says how the request ended"
-    return reason

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -46,9 +47,6 @@ from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-#: How KV moves, as results name it.
-TRANSPORT = "shm"
 
 #: Zeros that a probe may have written to it.
 SCRATCH_BYTES = 1 << 22
@@ -266,45 +264,33 @@ class _Links:
     """What the messenger says of its links to prefillers, and waiting for all to come up."""
 
     def __init__(self, addresses: tuple[Address, ...]) -> None:
-        self._reports: dict[Address, str] = {}
-        self._num_expected = len(set(addresses))
-        self._waiting = True
-        self._failure: str | None = None
-        self._changed = threading.Condition()
+        self._missing = set(addresses)
+        self._said: dict[Address, str] = {}
+        #: What `wait` waits for: the first problem, or "" when all are up.
+        self._outcome: SimpleQueue[str] = SimpleQueue()
 
     def report(self, address: Address, ready: bool, why: str) -> None:
         """From the messenger thread: a link came up, or ended and why."""
-        with self._changed:
-            # Whoever still waits is told by `wait`; what was said before need not be said again.
-            quiet = ready or self._waiting or self._reports.get(address) == why
-            level = logging.INFO if quiet else logging.WARNING
-            logger.log(level, "prefiller %s:%d: %s", *address, why)
-            self._reports[address] = "" if ready else why
-            self._changed.notify()
+        # Whoever still waits is told by `wait`; what was said before need not be said again.
+        quiet = ready or bool(self._missing) or self._said.get(address) == why
+        logger.log(logging.INFO if quiet else logging.WARNING, "prefiller %s:%d: %s", *address, why)
+        self._said[address] = "" if ready else why
+        if self._missing:
+            self._missing -= {address} if ready else set()
+            if not ready:
+                self.fail("prefiller {}:{}: {}".format(*address, why))
+            elif not self._missing:
+                self._outcome.put("")
 
     def fail(self, why: str) -> None:
-        """The node dies: nothing more will be reported."""
-        with self._changed:
-            self._failure = why
-            self._changed.notify()
+        """A link cannot be had, or the node dies: there is nothing to wait for."""
+        self._outcome.put(why)
 
     def wait(self) -> None:
         """Until every link is up; NodeError for the first that is not. The messenger's clocks
         bound the wait."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    len(self._reports) == self._num_expected
-                    or any(self._reports.values())
-                    or self._failure is not None
-                )
-            )
-            self._waiting = False
-            if self._failure is not None:
-                raise NodeError(self._failure)
-            for (host, port), problem in self._reports.items():
-                if problem:
-                    raise NodeError(f"prefiller {host}:{port}: {problem}")
+        if problem := self._outcome.get():
+            raise NodeError(problem)
 
 
 def _register(transfer: TransferEngine, memory: SharedMemory) -> MemoryRegion:
