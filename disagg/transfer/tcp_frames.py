@@ -21,8 +21,9 @@ from disagg.transfer.medium import Arrived, Bytes, Job, LinkError
 
 #: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
 MAX_FRAME_WRITES = 256
-#: Payload of a frame of several writes. One larger write has a frame of its own.
-FRAME_BYTES = 1 << 20
+#: Payload of a frame of several writes. One larger write has a frame of its own. The best of those
+#: tried with `tests/bench/bench_tcp.py`: after each copy of a frame, Python runs on cold caches.
+FRAME_BYTES = 4 << 20
 
 HEADER = struct.Struct("<IIIQ")
 

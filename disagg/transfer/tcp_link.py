@@ -30,7 +30,7 @@ TOKEN_BYTES = 16
 #: Read at most when a connection has ended, of what came before.
 LAST_BYTES = 16 << 20
 #: What a system call costs beside its bytes, in bytes; it bounds how many small ones a poll makes.
-CALL_BYTES = 4 << 10
+CALL_BYTES = 16 << 10
 
 #: `socket.sendmsg`, as far as it is used.
 Send = Callable[[socket.socket, list[memoryview]], int]
