@@ -8,16 +8,24 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import PageOrder
-from disagg.serve.exits import UsageError
+from disagg.serve.exits import EXIT_USAGE, UsageError
 from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import TransferError
 from disagg.transfer.sockets import open_listener
 
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A wrong flag gets one line, as every other mistake does; `--help` shows the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the usage exit code."""
+        self.exit(EXIT_USAGE, f"error: {message}; see {self.prog} --help\n")
 
 
 def address(text: str) -> tuple[str, int]:
@@ -71,7 +79,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def prefill_parser() -> argparse.ArgumentParser:
     """Flags of `run_prefill.py`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="run_prefill.py", description="Compute prompts' KV caches for decoders."
     )
     add_node_flags(parser)
@@ -87,7 +95,7 @@ def prefill_parser() -> argparse.ArgumentParser:
 
 def decode_parser() -> argparse.ArgumentParser:
     """Flags of `run_decode.py`."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="run_decode.py", description="Answer prompts whose KV a prefiller computes."
     )
     add_node_flags(parser)
@@ -151,7 +159,7 @@ def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
-    parser = argparse.ArgumentParser()
+    parser = OneLineParser()
     add_node_flags(parser)
     names = vars(parser.parse_args([])).keys() - {"verbose"}
     flags = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in sorted(names)]
