@@ -168,7 +168,7 @@ def test_a_refused_connection_names_the_address(ours):
         ours.connect(host, port)
         (lost,) = run(ours, until=len)[0]
     assert lost.announced
-    assert lost.why == f"cannot connect to {host}:{port}: Connection refused"
+    assert lost.why.startswith(f"cannot connect to {host}:{port}: Connection refused; check host")
 
 
 def test_an_unknown_host_is_a_loss_not_an_exception(ours):

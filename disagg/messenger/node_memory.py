@@ -2,7 +2,7 @@
 
 kv_region    | layer 0: pages | layer 1: pages | ...      (kv_layout.KVLayout)
 tail_region  | slot 0: attempt id, hidden state | ...     (kv_layout.TailLayout)
-scratch      | zeros that a probe may ask for |
+scratch      | the pattern that a probe may ask for |
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from disagg.hooks import FetchKV, TransferStats
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, Identity, Role
 from disagg.transfer.interface import MemoryRegion
+
+#: Bytes of a node's scratch region.
+PROBE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +66,8 @@ class NodeMemory:
             kv_regions=(self.kv_region.descriptor,),
             tail_region=self.tail_region.descriptor,
         )
+
+
+def probe_pattern() -> npt.NDArray[np.uint8]:
+    """What the scratch region holds: words of four bytes, each its own index."""
+    return np.arange(PROBE_BYTES // 4, dtype="<u4").view(np.uint8)

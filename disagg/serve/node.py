@@ -34,7 +34,7 @@ from disagg.hooks import EngineEvent
 from disagg.messenger.decoder import DecoderMessenger
 from disagg.messenger.messages import Identity, Role
 from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.node_memory import PROBE_BYTES, NodeMemory, probe_pattern
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
 from disagg.model.attention import TorchPagedAttention
@@ -47,9 +47,6 @@ from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-#: Zeros that a probe may have written to it.
-SCRATCH_BYTES = 1 << 22
 
 
 class NodeError(Exception):
@@ -94,7 +91,8 @@ class Node(Resource):
         self._links = _Links(config.prefillers)
         self._kv_cache = KVCache(config.cache, self.model_config)
         self._counter = LayerCounter()
-        self._scratch = SharedMemory(SCRATCH_BYTES, name="disagg-scratch")
+        self._scratch = SharedMemory(PROBE_BYTES, name="disagg-scratch")
+        self._scratch.bytes[:] = probe_pattern()
         self._transfer: TransferEngine | None = None
         self._messenger: PrefillerMessenger | DecoderMessenger | None = None
         self._engine: Engine | None = None
@@ -111,8 +109,6 @@ class Node(Resource):
         if config.listen is not None or config.prefillers:
             self._transfer = self._build_transfer()
             self._messenger = self._build_messenger(self._transfer)
-        if config.listen is not None and self._transfer is not None:
-            self.address = self._transfer.listen(*config.listen)
         if config.prefillers:
             self._start_thread("messenger", self._run_messenger)
             self._links.wait()
@@ -120,8 +116,9 @@ class Node(Resource):
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise NodeError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
-        if config.listen is not None:
-            # Only now: what a decoder asks for goes to the engine.
+        if config.listen is not None and self._transfer is not None:
+            # Only now: whoever dials is answered at once, and what they ask for goes to the engine.
+            self.address = self._transfer.listen(*config.listen)
             self._start_thread("messenger", self._run_messenger)
 
     def submit(self, request: Request, *, on_news: Callable[[], None] = nothing) -> RequestHandle:

@@ -111,6 +111,9 @@ def decode_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT[,...]",
         help="prefillers to use (default: start one as a child process)",
     )
+    where.add_argument(
+        "--check", type=address, metavar="HOST:PORT", help="only try the path to a prefiller"
+    )
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
     _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")

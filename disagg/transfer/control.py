@@ -37,6 +37,9 @@ READ_BYTES = 256 << 10
 MAX_OPENING_CONNECTIONS = 128
 OPENING_TIMEOUT_SECONDS = 3.0
 
+#: What to do about a connection that does not come up.
+_CHECK = "check host and port, and that the node there has said that it listens"
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -152,7 +155,7 @@ class Control:
             tcp = dial(*resolve(host, port))
         except OSError as error:
             self._last_peer += 1
-            why = f"cannot connect to {where}: {reason_of(error)}"
+            why = f"cannot connect to {where}: {reason_of(error)}; {_CHECK}"
             self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
             return self._last_peer
         return self._add(tcp, where, outgoing=True).peer
@@ -260,7 +263,7 @@ class Control:
                 reason = "nobody listens there"
             except OSError as error:  # reset since we asked
                 reason = reason_of(error)
-        self._lose(connection, f"cannot connect to {connection.address}: {reason}")
+        self._lose(connection, f"cannot connect to {connection.address}: {reason}; {_CHECK}")
         return False
 
     def _on_accept(self, tcp: socket.socket, address: str) -> None:
@@ -282,7 +285,8 @@ class Control:
             self._lose(connection, f"connection to {connection.address} broke: {reason_of(error)}")
             return False
         if not data:
-            self._lose(connection, f"{connection.address} closed the connection")
+            hint = "" if connection.opened else f" before its opening; {_CHECK}"
+            self._lose(connection, f"{connection.address} closed the connection{hint}")
             return False
         connection.received += data
         self._parse(connection)
@@ -350,7 +354,7 @@ class Control:
                     step = "opened, but the path for writes did not come up"
                 if connection.ready:
                     step = "opened, but said nothing"
-                why = f"{connection.address} {step} within {self._opening_timeout:g} s"
+                why = f"{connection.address} {step} within {self._opening_timeout:g} s; {_CHECK}"
                 self._lose(connection, why)
 
     def _lose(self, connection: _Connection, why: str) -> None:

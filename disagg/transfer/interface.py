@@ -131,6 +131,10 @@ class TransferEngine(Resource):
         """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
 
     @abstractmethod
+    def transport_to(self, peer: Peer) -> str:
+        """What writes to an open peer travel by, as `--transport` names it."""
+
+    @abstractmethod
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
 

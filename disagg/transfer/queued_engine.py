@@ -119,6 +119,9 @@ class QueuedEngine(TransferEngine):
     def close_peer(self, peer: Peer, why: str) -> None:
         self._control.close_peer(peer, why)
 
+    def transport_to(self, peer: Peer) -> str:
+        return next(iter(self._peers[peer].links))
+
     def send(self, peer: Peer, data: bytes) -> None:
         self._control.send(peer, data)
 
