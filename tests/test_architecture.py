@@ -39,7 +39,7 @@ ARROWS = {
 TORCH_FREE_PARTS = {"leaves", "transfer", "messenger"}
 TORCH_FREE_MODULES = {
     *("disagg.serve.child_prefiller", "disagg.serve.exits", "disagg.serve.options"),
-    "disagg.serve.prompts",
+    *("disagg.serve.check", "disagg.serve.prompts"),
 }
 #: Packages that are torch or bring it along.
 TORCH = {"torch", "transformers", "safetensors"}

@@ -201,7 +201,8 @@ class _Probe:
         while imm not in self._reached and not self._heard:
             left = end - time.monotonic()
             if left <= 0:
-                raise ProtocolError(f"nothing came for {self._patience:g} s; is that node stopped?")
+                missing = "no answer" if imm is None else "not all writes came"
+                raise ProtocolError(f"{missing} in {self._patience:g} s; is that node stopped?")
             for event in self._engine.poll(left):
                 match event:
                     case ImmReached():

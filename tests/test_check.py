@@ -1,0 +1,365 @@
+"""`--check` against prefillers that serve, that do wrong, and against what is none at all."""
+
+import argparse
+import contextlib
+import re
+import socket
+import threading
+
+import pytest
+
+from disagg.messenger import admission, messages
+from disagg.messenger import prefiller as prefiller_module
+from disagg.messenger.admission import probe_problem
+from disagg.messenger.node_memory import probe_pattern
+from disagg.serve import check as check_module
+from disagg.serve.check import check
+from disagg.serve.exits import UsageError
+from disagg.serve.node import NodeError
+from disagg.transfer.auto import TRANSPORTS, AutoTransferEngine
+from disagg.transfer.interface import MessageReceived
+from tests.nodes import HeldNode, Oracle, ask, node_config, pair, prompt_of, tokens_of
+from tests.prefiller_process import prefiller_process
+from tests.protocol_world import IDENTITY
+from tests.scripts import scripts
+from tests.tiny_models import make_tiny_llama
+
+LISTEN = ("127.0.0.1", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def little(monkeypatch):
+    """Enough to be checked, not enough to be measured."""
+    monkeypatch.setattr(check_module, "MEASURING", 0.01)
+    monkeypatch.setattr(check_module, "MOST_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def look(capsys):
+    """Runs a check in this process; its exit code, its rows, what it says on stderr."""
+
+    def look(where, *, transport="auto", patience=10.0):
+        capsys.readouterr()
+        asked = argparse.Namespace(check=where, transport=transport, prompts=[], prompts_file=None)
+        code = check(asked, patience=patience)
+        out, err = capsys.readouterr()
+        return code, dict(re.findall(r"^(.{14})(.*)$", out, re.MULTILINE)), err
+
+    return look
+
+
+def failure(outcome):
+    """The one line of a check that failed."""
+    code, _, err = outcome
+    assert code == 1
+    assert err.startswith("error: prefiller ")
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@contextlib.contextmanager
+def node(model, make_transfer=AutoTransferEngine):
+    with HeldNode(node_config(model, listen=LISTEN), make_transfer=make_transfer) as started:
+        yield started
+
+
+# --- It works ---
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport(look, model, transport):
+    with node(model) as started:
+        code, rows, err = look(started.address, transport=transport)
+        said = started._messenger._hello.identity
+    assert (code, err) == (0, "")
+    assert [row.strip() for row in rows] == [
+        *("prefiller", "model", "pages", "refuses", "first answer", "first write"),
+        *("64 bytes", "4096 bytes", "16384 bytes", "65536 bytes", "1024 bytes"),
+        *("counts", "contents"),
+    ]
+    used = {"auto": "shm"}.get(transport, transport)
+    assert rows["prefiller     "].endswith(f"ms, writes by {used}")
+    assert rows["model         "] == f"{said.model_fingerprint}, float32, 3 layers"
+    assert rows["pages         "] == "4 tokens, HND, 1024 bytes"
+    assert rows["counts        "].startswith("1000 writes asked for")
+
+
+def test_a_prefiller_that_serves_goes_on_serving(look, model):
+    """The check and requests at the same time, on one connection each."""
+    prompts = [prompt_of(40, seed) for seed in range(12)]
+    with pair(
+        model,
+        hold_prefiller={"make_transfer": AutoTransferEngine},
+        hold_decoder={"make_transfer": AutoTransferEngine},
+    ) as nodes:
+        outcomes = []
+        thread = threading.Thread(
+            target=lambda: outcomes.append(look(nodes.prefiller.address, transport="tcp"))
+        )
+        thread.start()
+        handles = [ask(nodes.decoder, prompt, 5) for prompt in prompts]
+        found = [tokens_of(handle) for handle in handles]
+        thread.join()
+        nodes.wait_for_balance()
+    oracle = Oracle(model)
+    assert found == [oracle(prompt, 5) for prompt in prompts]
+    assert outcomes[0][0] == 0
+
+
+def test_the_script_answers_without_a_model(model, tmp_path):
+    with node(model) as started, scripts(tmp_path) as run:
+        where = "--check={}:{}".format(*started.address)
+        outcome = run.start("run_decode.py", where).wait()
+        assert (outcome.code, outcome.stderr) == (0, "")
+        assert len(outcome.stdout.splitlines()) == 13
+        outcome = run.start("run_decode.py", where, "a prompt").wait()
+        assert (outcome.code, outcome.stdout) == (2, "")
+        assert "leave out the prompts" in outcome.stderr_line
+
+
+def test_prompts_are_refused():
+    with pytest.raises(UsageError, match="leave out the prompts"):
+        check(argparse.Namespace(prompts=[], prompts_file="file"))
+
+
+# --- Prefillers that do wrong ---
+
+
+class Wrong(AutoTransferEngine):
+    """Writes pages in a wrong way; `do` gets and returns the arguments after the region."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.do = do
+
+    def write_pages(self, peer, src, dst, *writes):
+        return super().write_pages(peer, src, dst, *self.do(*writes))
+
+
+def last_twice(page_bytes, sources, destinations, imm):
+    more = [*range(len(sources)), len(sources) - 1]
+    return page_bytes, sources[more], destinations[more], imm
+
+
+def one_further(page_bytes, sources, destinations, imm):
+    return page_bytes, sources, destinations + 1, imm
+
+
+def longer(page_bytes, sources, destinations, imm):
+    return page_bytes + 1, sources, destinations, imm
+
+
+def in_other_order(page_bytes, sources, destinations, imm):
+    return page_bytes, sources[::-1].copy(), destinations, imm
+
+
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [
+        (last_twice, "of 1000 writes, more were counted"),
+        (one_further, "bytes are wrong although all 1 writes of 64 bytes were counted"),
+        (longer, "1 bytes are wrong although all 1 writes of 64 bytes were counted"),
+        (
+            in_other_order,
+            r"bytes are wrong although all 8 writes of (64|4096|16384) bytes were counted",
+        ),
+    ],
+)
+def test_writes_that_are_wrong_are_seen(look, model, do, why):
+    with node(model, lambda: Wrong(do)) as started:
+        assert re.search(why, failure(look(started.address)))
+
+
+def test_a_write_that_does_not_come_ends_the_wait(look, model):
+    def fewer(page_bytes, sources, destinations, imm):
+        kept = 999 if len(sources) == 1000 else len(sources)
+        return page_bytes, sources[:kept], destinations[:kept], imm
+
+    with node(model, lambda: Wrong(fewer)) as started:
+        why = failure(look(started.address, patience=0.5))
+    assert "not all writes came in 0.5 s" in why
+
+
+def test_bytes_that_changed_on_the_way_are_seen(look, model):
+    with node(model) as started:
+        assert (started._scratch.bytes == probe_pattern()).all()
+        started._scratch.bytes[70] ^= 1
+        assert "1 bytes are wrong although all 8 writes of" in failure(look(started.address))
+
+
+def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypatch):
+    def write_first(probe, scratch_bytes):
+        why = probe_problem(probe, scratch_bytes)
+        if why is not None:
+            ((peer, link),) = started._messenger._links.items()
+            scratch = started._messenger._memory.scratch_region
+            started._transfer.write(peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
+        return why
+
+    monkeypatch.setattr(prefiller_module, "probe_problem", write_first)
+    with node(model) as started:
+        why = failure(look(started.address, transport="tcp"))
+    assert re.search("bytes are wrong although all (writes were refused|1 writes of 64)", why)
+
+
+def test_what_is_not_refused_is_seen(look, model, monkeypatch):
+    monkeypatch.setattr(admission, "MAX_PROBE_PAGES", 1 << 20)
+    with node(model) as started:
+        assert "no answer in 0.5 s" in failure(look(started.address, patience=0.5))
+
+
+def test_a_prefiller_that_dies_in_the_middle(look, model, monkeypatch):
+    with prefiller_process(model) as process:
+        count = check_module._Probe.count
+
+        def kill_first(probe, num_writes):
+            process.kill()
+            return count(probe, num_writes)
+
+        monkeypatch.setattr(check_module._Probe, "count", kill_first)
+        why = failure(look(process.address))
+    assert re.search("closed the connection|reset|broke", why), why
+
+
+def test_a_prefiller_that_still_loads_is_not_reached_yet(look, model):
+    """And neither can a decoder reach it; both are told what to wait for."""
+
+    class Loading(HeldNode):
+        def _build_engine(self):
+            seen.append(look(where))
+            with pytest.raises(NodeError) as refused:
+                HeldNode(node_config(model, prefillers=(where,)))
+            seen.append(str(refused.value))
+            return super()._build_engine()
+
+    seen = []
+    with socket.socket() as unused:
+        unused.bind(LISTEN)
+        where = unused.getsockname()
+    with Loading(node_config(model, listen=where), make_transfer=AutoTransferEngine):
+        for text in (failure(seen[0]), seen[1]):
+            assert (
+                "Connection refused; check host and port, and that the node there has said" in text
+            )
+        assert look(where)[0] == 0
+
+
+# --- What is no prefiller ---
+
+
+@contextlib.contextmanager
+def server(say):
+    """Accepts; sends `say` if it is not None, and then no more."""
+    held = []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                held.append(connection)
+                if say is not None:
+                    connection.sendall(say)
+                    connection.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(LISTEN) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("say", "why"),
+    [
+        (None, "sent no opening within 3 s; check host and port"),
+        (b"", "closed the connection before its opening; check host and port"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does a disagg node listen there?"),
+    ],
+    ids=["silent", "hangs up", "http"],
+)
+def test_a_port_that_is_no_node(look, say, why):
+    with server(say) as where:
+        assert why in failure(look(where))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_nobody_there(look, host):
+    with socket.socket() as unused:
+        unused.bind(LISTEN)
+        port = unused.getsockname()[1]
+        why = failure(look((host, port)))
+    assert f"cannot connect to {host}:{port}: " in why
+    assert "; check host and port" in why
+
+
+def hello(role):
+    return messages.Hello(
+        epoch=1,
+        role=role,
+        identity=IDENTITY,
+        num_pages=1,
+        num_tail_slots=1,
+        max_prompt_tokens=9,
+        kv_regions=(b"",),
+        tail_region=b"",
+    )
+
+
+@contextlib.contextmanager
+def node_that_says(*answers):
+    """Answers the n-th message with the n-th of `answers`; None: ends the connection."""
+
+    def serve():
+        left = list(answers)
+        while not stop.is_set():
+            for event in engine.poll(0.05):
+                if isinstance(event, MessageReceived) and left:
+                    answer = left.pop(0)
+                    if answer is None:
+                        engine.close_peer(event.peer, "enough")
+                    else:
+                        engine.send(event.peer, answer)
+
+    stop = threading.Event()
+    with AutoTransferEngine() as engine:
+        where = engine.listen(*LISTEN)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield where
+        stop.set()
+        thread.join()
+
+
+OURS = messages.encode(hello("prefiller"))
+REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True, why="no"))
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        ([messages.encode(hello("decoder"))], "expected a prefiller there, got Hello("),
+        ([b"\x63" + OURS[1:]], "protocol_version: ours 1, theirs 99; run one release on both"),
+        ([messages.encode(messages.Goodbye(why="closing"))], "it said goodbye: closing"),
+        ([], "no answer in 0.5 s; is that node stopped?"),
+        ([OURS], "no answer in 0.5 s; is that node stopped?"),
+        ([OURS, REJECTED, OURS], "should have been refused, got Hello("),
+        ([OURS, *4 * [REJECTED], None], "closed the connection"),
+    ],
+    ids=["decoder", "version", "goodbye", "mute", "mute after Hello", "takes all", "hangs up"],
+)
+def test_a_node_that_is_no_good(look, answers, why):
+    with node_that_says(*answers) as where:
+        assert why in failure(look(where, patience=0.5))
+
+
+def test_another_transport(look, model):
+    """The prefiller takes shm only, and says so in its opening."""
+    with HeldNode(node_config(model, listen=LISTEN)) as started:
+        why = failure(look(started.address, transport="tcp"))
+    assert "give both the same --transport" in why
