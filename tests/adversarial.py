@@ -203,6 +203,9 @@ class FakeTransfer(TransferEngine):
         if found is not None:
             self.network.lose(*found, why)
 
+    def transport_to(self, peer: Peer) -> str:
+        return "fake"
+
     def send(self, peer: Peer, data: bytes) -> None:
         found = self._find(peer)
         if found is None:

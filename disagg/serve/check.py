@@ -47,10 +47,8 @@ def check(arguments: argparse.Namespace, *, patience: float = PATIENCE) -> int:
     """Check the path to the prefiller `arguments.check` and print what was found; the exit code."""
     if arguments.prompts or arguments.prompts_file:
         raise UsageError("--check answers nothing; leave out the prompts")
-    with (
-        SharedMemory(MOST_BYTES + GUARD_BYTES, name="disagg-check") as memory,
-        make_engine(arguments.transport) as engine,
-    ):
+    region_bytes = MOST_BYTES + GUARD_BYTES
+    with SharedMemory(region_bytes) as memory, make_engine(arguments.transport) as engine:
         try:
             for what, found in _rows(_Probe(engine, memory, arguments.check, patience)):
                 print(f"{what:<14}{found}", flush=True)
@@ -64,8 +62,8 @@ def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     """The table, row by row as it is found out. ProtocolError ends it."""
     start = time.perf_counter()
     model, transport = probe.greet()
-    milliseconds = 1e3 * (time.perf_counter() - start)
-    yield "prefiller", f"greeted in {milliseconds:.1f} ms, writes by {transport}"
+    seconds = time.perf_counter() - start
+    yield "prefiller", f"greeted in {1e3 * seconds:.1f} ms, writes by {transport}"
     page_bytes = 2 * model.num_kv_heads * model.page_size * model.head_dim
     page_bytes = min(max(1, page_bytes * ITEMSIZE.get(model.dtype, 1)), PROBE_BYTES)
     yield "model", f"{model.model_fingerprint}, {model.dtype}, {model.num_layers} layers"
@@ -74,7 +72,7 @@ def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     for what, once in (("answer", probe.refused), ("write", lambda: probe.write(SMALL, 1))):
         median, p99 = 1e3 * np.percentile(_repeat(once), (50, 99))
         yield f"first {what}", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
-    for nbytes in (SMALL, 4 << 10, 16 << 10, 64 << 10, page_bytes):
+    for nbytes in sorted({SMALL, 4 << 10, 16 << 10, 64 << 10, page_bytes}):
         rate = _write_rate(probe, nbytes)
         yield f"{nbytes} bytes", f"{nbytes * rate / 1e9:5.2f} GB/s {rate:11,.0f} writes/s"
     yield "counts", f"{probe.count(1000)} writes asked for, as many counted and none more"
@@ -90,13 +88,12 @@ def _repeat(once: Callable[[], float]) -> list[float]:
 
 def _write_rate(probe: _Probe, nbytes: int) -> float:
     """Writes a second, the best of rounds that grow until one takes long enough to be measured."""
-    most, num_pages, best = min(MAX_PROBE_PAGES, MOST_BYTES // nbytes), 1, 0.0
-    while True:
+    seconds, num_pages, best = 0.0, 1, 0.0
+    while seconds < MEASURING / 3 and num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
         seconds = probe.write(nbytes, num_pages)
         best = max(best, num_pages / seconds)
-        if num_pages == most or seconds > MEASURING / 3:
-            return best
-        num_pages = min(most, 8 * num_pages)
+        num_pages *= 4
+    return best
 
 
 class _Probe:
@@ -127,32 +124,29 @@ class _Probe:
             tail_region=self._descriptor,
         )
         self._engine.send(self._peer, messages.encode(hello))
-        answer = self._wait()
-        if (
-            not isinstance(answer, messages.Hello)
-            or answer.role != Role.PREFILLER
-            or answer.identity is None
-        ):
-            raise ProtocolError(f"expected a prefiller there, got {answer!s:.80}; check the port")
-        return answer.identity, self._engine.transport_to(self._peer)
+        match self._wait():
+            case messages.Hello(role=Role.PREFILLER, identity=messages.Identity() as model):
+                return model, self._engine.transport_to(self._peer)
+            case answer:
+                raise ProtocolError(f"expected a prefiller, got {answer!s:.80}; check the port")
 
     def refusals(self) -> str:
         """What it refused, as it must. Nothing of it may have landed."""
         self._landed[:] = UNTOUCHED
-        self.refused(4096, len(self._landed) // 4096 + 1, 1)
-        self.refused(PROBE_BYTES + 1, 1, 1)
-        self.refused(1, MAX_PROBE_PAGES + 1, 1)
+        self.refused(4096, len(self._landed) // 4096 + 1)
+        self.refused(PROBE_BYTES + 1)
+        self.refused(1, MAX_PROBE_PAGES + 1)
         _demand(self._landed == UNTOUCHED, "all writes were refused")
-        return "writes beyond our memory or its own, too many, without an immediate"
+        return "writes beyond our memory, beyond its own, too many at once"
 
-    def refused(self, page_bytes: int = SMALL, num_pages: int = 1, imm: int = 0) -> float:
+    def refused(self, page_bytes: int = 0, num_pages: int = 1) -> float:
         """Seconds from asking for what must be refused until it is."""
         start = time.perf_counter()
-        self._ask(page_bytes, num_pages, imm)
+        self._ask(page_bytes, num_pages, 1)
         answer = self._wait()
         if not isinstance(answer, messages.PrefillRejected):
-            asked = f"{num_pages} writes of {page_bytes} bytes with imm {imm}"
-            raise ProtocolError(f"{asked} should have been refused, got {answer}; update that node")
+            asked = f"{num_pages} writes of {page_bytes} bytes"
+            raise ProtocolError(f"{asked} should be refused, got {answer!s:.80}; update that node")
         return time.perf_counter() - start
 
     def write(self, page_bytes: int, num_pages: int) -> float:
@@ -162,10 +156,8 @@ class _Probe:
         landed, guard = np.split(self._landed[: len(wanted) + GUARD_BYTES], [len(wanted)])
         np.invert(wanted, out=landed)  # no byte is right before it is written
         guard[:] = UNTOUCHED
-        imm = self._next_imm(num_pages)
         start = time.perf_counter()
-        self._ask(page_bytes, num_pages, imm)
-        self._wait(imm)
+        self._wait(self._ask(page_bytes, num_pages, num_pages))
         seconds = time.perf_counter() - start
         for right in (landed == wanted, guard == UNTOUCHED):
             _demand(right, f"all {num_pages} writes of {page_bytes} bytes were counted")
@@ -174,26 +166,23 @@ class _Probe:
 
     def count(self, num_writes: int) -> int:
         """Wait for one write too many: it must not come, and without it all are there."""
-        watched, later = self._next_imm(num_writes + 1), self._next_imm(num_writes)
-        self._ask(SMALL, num_writes, watched)
-        self._ask(SMALL, num_writes, later)
-        self._wait(later)
+        watched = self._ask(SMALL, num_writes, num_writes + 1)
+        self._wait(self._ask(SMALL, num_writes, num_writes))
         if watched in self._reached:
             raise ProtocolError(f"of {num_writes} writes, more were counted; do not use this path")
         self._engine.lower(watched, num_writes)
         self._wait(watched)
         return num_writes
 
-    def _next_imm(self, count: int) -> int:
+    def _ask(self, page_bytes: int, num_pages: int, count: int) -> int:
+        """Ask for writes and expect `count`; the imm they carry."""
         self._imm += 1
         self._engine.expect(self._peer, self._imm, count)
-        return self._imm
-
-    def _ask(self, page_bytes: int, num_pages: int, imm: int) -> None:
         asked = messages.ProbeRequest(
-            attempt_id=imm, page_bytes=page_bytes, num_pages=num_pages, imm=imm
+            attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm
         )
         self._engine.send(self._peer, messages.encode(asked))
+        return self._imm
 
     def _wait(self, imm: int | None = None) -> Message | None:
         """Until `imm` is reached; without one, the next message."""
@@ -210,16 +199,11 @@ class _Probe:
                     case PeerLost():
                         raise ProtocolError(event.why)
                     case MessageReceived():
-                        self._hear(messages.decode(event.data))
+                        message = messages.decode(event.data)
+                        self._heard += [] if message == messages.Heartbeat() else [message]
         if imm is not None and self._heard:
             raise ProtocolError(f"expected writes, got {self._heard[0]}; see what it printed")
         return None if imm is not None else self._heard.popleft()
-
-    def _hear(self, message: Message) -> None:
-        if isinstance(message, messages.Goodbye):
-            raise ProtocolError(f"it said goodbye: {message.why}")
-        if not isinstance(message, messages.Heartbeat):
-            self._heard.append(message)
 
 
 def _demand(right: npt.NDArray[np.bool_], after: str) -> None:

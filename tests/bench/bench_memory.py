@@ -1,6 +1,6 @@
 """Is memory flat? Resident bytes of both nodes of a split pair while they serve many requests.
 
-    python -m tests.bench.bench_memory --requests 1000
+    OMP_NUM_THREADS=1 python -m tests.bench.bench_memory --requests 1000
 
 Prefiller and decoder are two processes with a tiny model; prompts and answers have mixed lengths,
 some are cancelled. The first samples are warm-up: pools are touched for the first time. After that

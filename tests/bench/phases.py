@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder or hub name; default as for run_decode.py")
     parser.add_argument("--dtype", choices=["auto", *ITEMSIZE], default="auto")
-    parser.add_argument("--qo-lens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 512])
+    parser.add_argument("--qo-lens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--kv-lens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
