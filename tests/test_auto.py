@@ -40,6 +40,8 @@ def kind_of_link(world, dialler, listener):
     assert dialler.bytes[200:264].all()
     links = [dialler.engine._peers[there].links, listener.engine._peers[back].links]
     (kind,) = {type(link) for each in links for link in each.values()}
+    names = {dialler.engine.transport_to(there), listener.engine.transport_to(back)}
+    assert names == {"shm" if kind is ShmLink else "tcp"}
     return kind
 
 
