@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disagg.kv_layout import KVLayout, PageOrder
+from disagg.model.layers import compute_dtype
 
 Ints = npt.NDArray[np.int64]
 
@@ -71,7 +72,8 @@ class TorchPagedAttention:
     """
 
     def __init__(self, layout: KVLayout, *, num_qo_heads: int, dtype: torch.dtype) -> None:
-        """`layout` says how pages look; `dtype` is that of q, k, v and pages."""
+        """`layout` says how pages look; `dtype` is that of pages. q, k and v are in the dtype that
+        such a model is computed in (`layers.compute_dtype`)."""
         if num_qo_heads % layout.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads must be a multiple of num_kv_heads; got {num_qo_heads} and"
@@ -79,13 +81,14 @@ class TorchPagedAttention:
             )
         self._layout = layout
         self._dtype = dtype
+        self._compute_dtype = compute_dtype(dtype)
         self._group_size = num_qo_heads // layout.num_kv_heads
         self._pages_shape = (layout.num_pages, *layout.page_shape)
         tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
         self._row_elements = tokens_per_row * layout.head_dim
         self._new_k_rows = torch.empty(0, dtype=torch.int64)
         self._new_v_rows = torch.empty(0, dtype=torch.int64)
-        self._started_pages = torch.empty(0, dtype=torch.int64)
+        self._partial_pages = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -110,7 +113,8 @@ class TorchPagedAttention:
         heads = np.arange(self._layout.num_kv_heads)
         rows = [self._token_rows(page[:, None], kv, heads, offset[:, None]) for kv in (0, 1)]
         self._new_k_rows, self._new_v_rows = (torch.from_numpy(r.ravel()) for r in rows)
-        self._started_pages = torch.from_numpy(page[offset == 0])
+        started, filled = page[offset == 0], page[offset == page_size - 1]
+        self._partial_pages = torch.from_numpy(np.setdiff1d(started, filled))
 
         # Padding to a common length wastes at most half if page counts agree in their top bit.
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -133,13 +137,13 @@ class TorchPagedAttention:
         self._check_pages(pages)
         self._check_heads("k", k, self._layout.num_kv_heads)
         self._check_heads("v", v, self._layout.num_kv_heads)
-        if len(self._started_pages):
+        if len(self._partial_pages):
             # A padded gather multiplies what lies behind the last token by zero, and zero times
             # a NaN that an earlier owner of the page left there is NaN.
-            pages.index_fill_(0, self._started_pages, 0)
+            pages.index_fill_(0, self._partial_pages, 0)
         rows = pages.view(-1, self._layout.head_dim)
-        rows.index_copy_(0, self._new_k_rows, k.reshape(-1, self._layout.head_dim))
-        rows.index_copy_(0, self._new_v_rows, v.reshape(-1, self._layout.head_dim))
+        for indices, new in ((self._new_k_rows, k), (self._new_v_rows, v)):
+            rows.index_copy_(0, indices, new.reshape(-1, self._layout.head_dim).to(self._dtype))
 
     def run(self, q: Tensor, pages: Tensor) -> Tensor:
         """See `PagedAttention.run`."""
@@ -153,7 +157,7 @@ class TorchPagedAttention:
     def _run_group(self, group: _Group, q: Tensor, pages: Tensor) -> Tensor:
         """Attention of one group: q `[B * qo_len, num_qo_heads, head_dim]`, output likewise."""
         num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
-        kv = pages.view(-1, self._row_elements).index_select(0, group.rows)
+        kv = pages.view(-1, self._row_elements).index_select(0, group.rows).to(q.dtype)
         # [K or V, B, num_kv_heads, padded kv_len, head_dim]
         kv = kv.view(2, len(group.mask), num_kv_heads, -1, head_dim)
         # The query heads of a KV head become further queries of that head: no copies of K and V.
@@ -176,7 +180,7 @@ class TorchPagedAttention:
         keys = np.arange(padded * self._layout.page_size)
         visible = keys <= query[:, :, None]  # [B, qo_len, padded kv_len]
         visible = np.tile(visible, (1, self._group_size, 1))[:, None]
-        mask = torch.zeros(visible.shape, dtype=self._dtype)
+        mask = torch.zeros(visible.shape, dtype=self._compute_dtype)
         mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
         tokens = (first_tokens[:, None] + np.arange(qo_len)).ravel()
         return _Group(
@@ -232,20 +236,20 @@ class TorchPagedAttention:
             )
 
     def _check_pages(self, pages: Tensor) -> None:
-        shape, dtype = tuple(pages.shape), pages.dtype
-        if shape != self._pages_shape or dtype != self._dtype or not pages.is_contiguous():
+        right = pages.shape == self._pages_shape and pages.dtype == self._dtype
+        if not right or not pages.is_contiguous():
             raise ValueError(
                 f"pages of a layer must be contiguous {self._dtype} {list(self._pages_shape)}"
-                f" ({self._layout.order}), got {dtype} {list(shape)} with strides"
+                f" ({self._layout.order}), got {pages.dtype} {list(pages.shape)} with strides"
                 f" {list(pages.stride())}"
             )
 
     def _check_heads(self, name: str, tensor: Tensor, num_heads: int) -> None:
         shape = (len(self._order), num_heads, self._layout.head_dim)
-        if tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
+        if tensor.shape != shape or tensor.dtype != self._compute_dtype:
             raise ValueError(
-                f"{name} must be {self._dtype} {list(shape)} (the first axis: tokens planned), got"
-                f" {tensor.dtype} {list(tensor.shape)}"
+                f"{name} must be {self._compute_dtype} {list(shape)} (the first axis: tokens"
+                f" planned), got {tensor.dtype} {list(tensor.shape)}"
             )
 
 

@@ -48,7 +48,7 @@ class LlamaModel:
         head = self._embedding
         if not config.tie_word_embeddings:
             head = read("lm_head.weight", vocab_shape)
-        self._head = layers.Linear(weight=head)
+        self._head = layers.Linear(head)
         self._frequencies = layers.rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling
         )
@@ -102,7 +102,7 @@ class LlamaModel:
         )  # [T, hidden_size]
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
+        return layers.rms_norm(hidden, weight, self.config.rms_norm_eps)
 
 
 def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> DecoderLayer:
