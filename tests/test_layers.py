@@ -12,10 +12,10 @@ from disagg.config import Llama3RopeScaling
 from disagg.model.layers import (
     GatedMLP,
     Linear,
+    RMSNorm,
     apply_rope,
     compute_dtype,
     read_linear,
-    rms_norm,
     rope_frequencies,
     rope_tables,
 )
@@ -117,7 +117,7 @@ def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(*s, generator=generator) for s in ((5, 48), (48,)))
     x[0] = 1e-3 * x[0]  # where eps counts
     expected = F.rms_norm(x.to(dtype).float(), (48,), weight.to(dtype).float(), 1e-5)
-    found = rms_norm(x.to(dtype), weight.to(dtype), 1e-5)
+    found = RMSNorm(weight.to(dtype), 1e-5)(x.to(dtype))
     assert found.dtype == dtype
     torch.testing.assert_close(
         found.float(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-6

@@ -54,14 +54,15 @@ class PagedAttention(Protocol):
 class _Group:
     """Requests that are computed in one call: equal `qo_len`, similar numbers of pages.
 
+    `split` is the shape of their queries, `[B, qo_len, num_kv_heads, group_size, head_dim]`;
     `tokens` int64 `[B * qo_len]` are their rows in the step; `rows` int64 are the rows of the
     layer's pages that make up their padded K and V; `mask` is added to the scores.
     """
 
-    qo_len: int
+    split: tuple[int, ...]
     tokens: Tensor
     rows: Tensor
-    mask: Tensor  # [B, 1, group_size * qo_len, padded kv_len]: 0 or -inf
+    mask: Tensor  # [B, 1, qo_len * group_size, padded kv_len]: 0 or -inf
 
 
 class TorchPagedAttention:
@@ -137,7 +138,7 @@ class TorchPagedAttention:
         self._check_pages(pages)
         self._check_heads("k", k, self._layout.num_kv_heads)
         self._check_heads("v", v, self._layout.num_kv_heads)
-        if len(self._partial_pages):
+        if self._partial_pages.shape[0]:
             # A padded gather multiplies what lies behind the last token by zero, and zero times
             # a NaN that an earlier owner of the page left there is NaN.
             pages.index_fill_(0, self._partial_pages, 0)
@@ -156,22 +157,19 @@ class TorchPagedAttention:
 
     def _run_group(self, group: _Group, q: Tensor, pages: Tensor) -> Tensor:
         """Attention of one group: q `[B * qo_len, num_qo_heads, head_dim]`, output likewise."""
-        num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         kv = pages.view(-1, self._row_elements).index_select(0, group.rows).to(q.dtype)
-        # [K or V, B, num_kv_heads, padded kv_len, head_dim]
-        kv = kv.view(2, len(group.mask), num_kv_heads, -1, head_dim)
+        batch, qo_len, num_kv_heads, group_size, head_dim = group.split
+        k, v = kv.view(2, batch, num_kv_heads, -1, head_dim)
         # The query heads of a KV head become further queries of that head: no copies of K and V.
-        split = (len(group.mask), group.qo_len, num_kv_heads, self._group_size, head_dim)
-        folded = (len(group.mask), num_kv_heads, self._group_size * group.qo_len, head_dim)
-        q = q.reshape(split).permute(0, 2, 3, 1, 4).reshape(folded)
-        output = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=group.mask)
-        unfolded = (len(group.mask), num_kv_heads, self._group_size, group.qo_len, head_dim)
-        output = output.view(unfolded).permute(0, 3, 1, 2, 4)
-        return output.reshape(-1, num_kv_heads * self._group_size, head_dim)
+        folded = q.reshape(group.split).transpose(1, 2).flatten(2, 3)
+        output = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        unfolded = output.view(batch, num_kv_heads, qo_len, group_size, head_dim)
+        return unfolded.transpose(1, 2).reshape(q.shape)
 
     def _plan_group(
         self, qo_len: int, first_tokens: Ints, page_lists: list[Ints], kv_lens: Ints
     ) -> _Group:
+        num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         # Pad with a page of the same request: it holds nothing but the request's own numbers.
         padded = max(len(pages) for pages in page_lists)
         table = np.stack([np.pad(p, (0, padded - len(p)), mode="edge") for p in page_lists])
@@ -179,12 +177,12 @@ class TorchPagedAttention:
         query = kv_lens[:, None] - qo_len + np.arange(qo_len)  # positions [B, qo_len]
         keys = np.arange(padded * self._layout.page_size)
         visible = keys <= query[:, :, None]  # [B, qo_len, padded kv_len]
-        visible = np.tile(visible, (1, self._group_size, 1))[:, None]
+        visible = visible.repeat(self._group_size, axis=1)[:, None]
         mask = torch.zeros(visible.shape, dtype=self._compute_dtype)
         mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
         tokens = (first_tokens[:, None] + np.arange(qo_len)).ravel()
         return _Group(
-            qo_len=qo_len,
+            split=(len(page_lists), qo_len, num_kv_heads, self._group_size, head_dim),
             tokens=torch.from_numpy(tokens),
             rows=torch.from_numpy(np.stack(rows).ravel()),
             mask=mask,
@@ -245,7 +243,7 @@ class TorchPagedAttention:
             )
 
     def _check_heads(self, name: str, tensor: Tensor, num_heads: int) -> None:
-        shape = (len(self._order), num_heads, self._layout.head_dim)
+        shape = (self._order.shape[0], num_heads, self._layout.head_dim)
         if tensor.shape != shape or tensor.dtype != self._compute_dtype:
             raise ValueError(
                 f"{name} must be {self._compute_dtype} {list(shape)} (the first axis: tokens"
