@@ -12,6 +12,7 @@ from torch import Tensor
 
 from disagg.kv_layout import KVLayout, PageOrder
 from disagg.model.attention import TorchPagedAttention
+from disagg.model.layers import compute_dtype
 
 NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 6, 2, 8, 4, 24
 ORDERS = list(PageOrder)
@@ -118,8 +119,9 @@ def step(attention: TorchPagedAttention, batch: list[Sequence], pages: Tensor) -
     plan(attention, batch)
     new_k = torch.cat([s.k[s.num_cached :] for s in batch])
     new_v = torch.cat([s.v[s.num_cached :] for s in batch])
-    attention.append(new_k.to(pages.dtype), new_v.to(pages.dtype), pages)
-    return attention.run(torch.cat([s.q for s in batch]).to(pages.dtype), pages)
+    dtype = compute_dtype(pages.dtype)
+    attention.append(new_k.to(dtype), new_v.to(dtype), pages)
+    return attention.run(torch.cat([s.q for s in batch]).to(dtype), pages)
 
 
 BATCHES = {
@@ -154,11 +156,13 @@ def test_one_object_serves_many_steps(order: PageOrder) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_bfloat16(order: PageOrder) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_bfloat16_pages(order: PageOrder, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     batch = make_batch(BATCHES["mixed"])
     pages = dirty_pages(order, batch).bfloat16()
     output = step(attention_for(order, torch.bfloat16), batch, pages)
-    assert output.dtype == torch.bfloat16
+    assert output.dtype == (torch.bfloat16 if native else torch.float32)
     expected = torch.cat([s.expected() for s in batch])
     torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from disagg.kv_layout import KVLayout, PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.gqa import LlamaModel
+from disagg.model.layers import Linear
 from disagg.model.weights import load_model
 from disagg.serve.default_model import default_model
 from disagg.serve.tokenizer import Tokenizer
@@ -201,9 +202,7 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
 
     note(stepper.attention, "append", lambda k, v, pages: "append")
     note(stepper.attention, "run", lambda q, pages: "run")
-    note(
-        torch.nn.functional, "linear", lambda x, weight, bias: by_weight_shape[tuple(weight.shape)]
-    )
+    note(Linear, "__call__", lambda linear, x: by_weight_shape[tuple(linear._weight.shape)])
     stepper.step([(PROMPT, 0, scattered_pages(8))], lambda: events.append("on_layer"))
     layer = ["qkv", "append", "run", "o_proj", "on_layer", "gate_up", "down"]
     head = "qkv"  # has that shape too

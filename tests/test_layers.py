@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -11,7 +12,9 @@ from disagg.config import Llama3RopeScaling
 from disagg.model.layers import (
     GatedMLP,
     Linear,
+    RMSNorm,
     apply_rope,
+    compute_dtype,
     read_linear,
     rope_frequencies,
     rope_tables,
@@ -90,17 +93,42 @@ def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -
     )
 
 
-def test_single_linear_keeps_the_tensor_it_was_given() -> None:
-    weight = torch.randn(3, 4)
-    linear = read_linear(lambda name, shape: weight, "", {"o_proj": 3}, 4, False)
-    assert linear.weight is weight
+@pytest.mark.parametrize(("num_tokens", "bias"), [(1, False), (16, True), (300, False)])
+def test_one_layout_of_a_weight_serves_all_batch_sizes(num_tokens: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight, offset = torch.randn(70, 33, generator=generator), torch.randn(70, generator=generator)
+    x = torch.randn(num_tokens, 33, generator=generator)
+    expected = x @ weight.T + (offset if bias else 0)
+    torch.testing.assert_close(Linear(weight, offset if bias else None)(x), expected)
+
+
+@pytest.mark.parametrize(("native", "computed"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_bfloat16_is_computed_in_float32_where_the_cpu_would_emulate_it(
+    native: bool, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    assert compute_dtype(torch.bfloat16) == computed
+    assert compute_dtype(torch.float32) == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_torch(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x, weight = (torch.randn(*s, generator=generator) for s in ((5, 48), (48,)))
+    x[0] = 1e-3 * x[0]  # where eps counts
+    expected = F.rms_norm(x.to(dtype).float(), (48,), weight.to(dtype).float(), 1e-5)
+    found = RMSNorm(weight.to(dtype), 1e-5)(x.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found.float(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-6, atol=1e-6
+    )
 
 
 def test_gated_mlp_gates_with_the_first_half() -> None:
     generator = torch.Generator().manual_seed(3)
     gate, up = (torch.randn(6, 4, generator=generator) for _ in range(2))
     down = torch.randn(4, 6, generator=generator)
-    mlp = GatedMLP(gate_up=Linear(weight=torch.cat([gate, up])), down=Linear(weight=down))
+    mlp = GatedMLP(gate_up=Linear(torch.cat([gate, up])), down=Linear(down))
     x = torch.randn(5, 4, generator=generator)
     gated = x @ gate.T
     torch.testing.assert_close(mlp(x), (gated * torch.sigmoid(gated) * (x @ up.T)) @ down.T)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from disagg.config import Llama3RopeScaling
-from disagg.model.weights import Checkpoint, default_dtype, fingerprint, load_model, read_config
+from disagg.model.weights import Checkpoint, fingerprint, load_model, read_config
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -251,14 +251,6 @@ def test_tensors_that_older_checkpoints_carry_along_are_ignored(copy: Path) -> N
 def test_unknown_dtype(plain: Path) -> None:
     with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, got 'int8'"):
         load_model(plain, "int8")
-
-
-@pytest.mark.parametrize(("native", "expected"), [(True, "bfloat16"), (False, "float32")])
-def test_default_dtype_is_one_the_cpu_multiplies_itself(
-    native: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
-    assert default_dtype() == expected
 
 
 def test_fingerprint_is_stable(plain: Path, copy: Path) -> None:

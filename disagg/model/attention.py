@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from disagg.kv_layout import KVLayout, PageOrder
+from disagg.model.layers import compute_dtype
 
 Ints = npt.NDArray[np.int64]
 
@@ -53,14 +54,15 @@ class PagedAttention(Protocol):
 class _Group:
     """Requests that are computed in one call: equal `qo_len`, similar numbers of pages.
 
+    `split` is the shape of their queries, `[B, qo_len, num_kv_heads, group_size, head_dim]`;
     `tokens` int64 `[B * qo_len]` are their rows in the step; `rows` int64 are the rows of the
     layer's pages that make up their padded K and V; `mask` is added to the scores.
     """
 
-    qo_len: int
+    split: tuple[int, ...]
     tokens: Tensor
     rows: Tensor
-    mask: Tensor  # [B, 1, group_size * qo_len, padded kv_len]: 0 or -inf
+    mask: Tensor  # [B, 1, qo_len * group_size, padded kv_len]: 0 or -inf
 
 
 class TorchPagedAttention:
@@ -71,7 +73,8 @@ class TorchPagedAttention:
     """
 
     def __init__(self, layout: KVLayout, *, num_qo_heads: int, dtype: torch.dtype) -> None:
-        """`layout` says how pages look; `dtype` is that of q, k, v and pages."""
+        """`layout` says how pages look; `dtype` is that of pages. q, k and v are in the dtype that
+        such a model is computed in (`layers.compute_dtype`)."""
         if num_qo_heads % layout.num_kv_heads:
             raise ValueError(
                 f"num_qo_heads must be a multiple of num_kv_heads; got {num_qo_heads} and"
@@ -79,13 +82,14 @@ class TorchPagedAttention:
             )
         self._layout = layout
         self._dtype = dtype
+        self._compute_dtype = compute_dtype(dtype)
         self._group_size = num_qo_heads // layout.num_kv_heads
         self._pages_shape = (layout.num_pages, *layout.page_shape)
         tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
         self._row_elements = tokens_per_row * layout.head_dim
         self._new_k_rows = torch.empty(0, dtype=torch.int64)
         self._new_v_rows = torch.empty(0, dtype=torch.int64)
-        self._started_pages = torch.empty(0, dtype=torch.int64)
+        self._partial_pages = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -110,7 +114,8 @@ class TorchPagedAttention:
         heads = np.arange(self._layout.num_kv_heads)
         rows = [self._token_rows(page[:, None], kv, heads, offset[:, None]) for kv in (0, 1)]
         self._new_k_rows, self._new_v_rows = (torch.from_numpy(r.ravel()) for r in rows)
-        self._started_pages = torch.from_numpy(page[offset == 0])
+        started, filled = page[offset == 0], page[offset == page_size - 1]
+        self._partial_pages = torch.from_numpy(np.setdiff1d(started, filled))
 
         # Padding to a common length wastes at most half if page counts agree in their top bit.
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -133,13 +138,13 @@ class TorchPagedAttention:
         self._check_pages(pages)
         self._check_heads("k", k, self._layout.num_kv_heads)
         self._check_heads("v", v, self._layout.num_kv_heads)
-        if len(self._started_pages):
+        if self._partial_pages.shape[0]:
             # A padded gather multiplies what lies behind the last token by zero, and zero times
             # a NaN that an earlier owner of the page left there is NaN.
-            pages.index_fill_(0, self._started_pages, 0)
+            pages.index_fill_(0, self._partial_pages, 0)
         rows = pages.view(-1, self._layout.head_dim)
-        rows.index_copy_(0, self._new_k_rows, k.reshape(-1, self._layout.head_dim))
-        rows.index_copy_(0, self._new_v_rows, v.reshape(-1, self._layout.head_dim))
+        for indices, new in ((self._new_k_rows, k), (self._new_v_rows, v)):
+            rows.index_copy_(0, indices, new.reshape(-1, self._layout.head_dim).to(self._dtype))
 
     def run(self, q: Tensor, pages: Tensor) -> Tensor:
         """See `PagedAttention.run`."""
@@ -152,22 +157,19 @@ class TorchPagedAttention:
 
     def _run_group(self, group: _Group, q: Tensor, pages: Tensor) -> Tensor:
         """Attention of one group: q `[B * qo_len, num_qo_heads, head_dim]`, output likewise."""
-        num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
-        kv = pages.view(-1, self._row_elements).index_select(0, group.rows)
-        # [K or V, B, num_kv_heads, padded kv_len, head_dim]
-        kv = kv.view(2, len(group.mask), num_kv_heads, -1, head_dim)
+        kv = pages.view(-1, self._row_elements).index_select(0, group.rows).to(q.dtype)
+        batch, qo_len, num_kv_heads, group_size, head_dim = group.split
+        k, v = kv.view(2, batch, num_kv_heads, -1, head_dim)
         # The query heads of a KV head become further queries of that head: no copies of K and V.
-        split = (len(group.mask), group.qo_len, num_kv_heads, self._group_size, head_dim)
-        folded = (len(group.mask), num_kv_heads, self._group_size * group.qo_len, head_dim)
-        q = q.reshape(split).permute(0, 2, 3, 1, 4).reshape(folded)
-        output = F.scaled_dot_product_attention(q, kv[0], kv[1], attn_mask=group.mask)
-        unfolded = (len(group.mask), num_kv_heads, self._group_size, group.qo_len, head_dim)
-        output = output.view(unfolded).permute(0, 3, 1, 2, 4)
-        return output.reshape(-1, num_kv_heads * self._group_size, head_dim)
+        folded = q.reshape(group.split).transpose(1, 2).flatten(2, 3)
+        output = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        unfolded = output.view(batch, num_kv_heads, qo_len, group_size, head_dim)
+        return unfolded.transpose(1, 2).reshape(q.shape)
 
     def _plan_group(
         self, qo_len: int, first_tokens: Ints, page_lists: list[Ints], kv_lens: Ints
     ) -> _Group:
+        num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         # Pad with a page of the same request: it holds nothing but the request's own numbers.
         padded = max(len(pages) for pages in page_lists)
         table = np.stack([np.pad(p, (0, padded - len(p)), mode="edge") for p in page_lists])
@@ -175,12 +177,12 @@ class TorchPagedAttention:
         query = kv_lens[:, None] - qo_len + np.arange(qo_len)  # positions [B, qo_len]
         keys = np.arange(padded * self._layout.page_size)
         visible = keys <= query[:, :, None]  # [B, qo_len, padded kv_len]
-        visible = np.tile(visible, (1, self._group_size, 1))[:, None]
-        mask = torch.zeros(visible.shape, dtype=self._dtype)
+        visible = visible.repeat(self._group_size, axis=1)[:, None]
+        mask = torch.zeros(visible.shape, dtype=self._compute_dtype)
         mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
         tokens = (first_tokens[:, None] + np.arange(qo_len)).ravel()
         return _Group(
-            qo_len=qo_len,
+            split=(len(page_lists), qo_len, num_kv_heads, self._group_size, head_dim),
             tokens=torch.from_numpy(tokens),
             rows=torch.from_numpy(np.stack(rows).ravel()),
             mask=mask,
@@ -232,20 +234,20 @@ class TorchPagedAttention:
             )
 
     def _check_pages(self, pages: Tensor) -> None:
-        shape, dtype = tuple(pages.shape), pages.dtype
-        if shape != self._pages_shape or dtype != self._dtype or not pages.is_contiguous():
+        right = pages.shape == self._pages_shape and pages.dtype == self._dtype
+        if not right or not pages.is_contiguous():
             raise ValueError(
                 f"pages of a layer must be contiguous {self._dtype} {list(self._pages_shape)}"
-                f" ({self._layout.order}), got {dtype} {list(shape)} with strides"
+                f" ({self._layout.order}), got {pages.dtype} {list(pages.shape)} with strides"
                 f" {list(pages.stride())}"
             )
 
     def _check_heads(self, name: str, tensor: Tensor, num_heads: int) -> None:
-        shape = (len(self._order), num_heads, self._layout.head_dim)
-        if tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
+        shape = (self._order.shape[0], num_heads, self._layout.head_dim)
+        if tensor.shape != shape or tensor.dtype != self._compute_dtype:
             raise ValueError(
-                f"{name} must be {self._dtype} {list(shape)} (the first axis: tokens planned), got"
-                f" {tensor.dtype} {list(tensor.shape)}"
+                f"{name} must be {self._compute_dtype} {list(shape)} (the first axis: tokens"
+                f" planned), got {tensor.dtype} {list(tensor.shape)}"
             )
 
 

@@ -26,12 +26,12 @@ from disagg.model.attention import PagedAttention
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayer:
-    """Weights of one layer; norms are `[hidden_size]`, `qkv` stacks query, key and value heads."""
+    """One layer's parts; `qkv` stacks query, key and value heads."""
 
-    input_norm: Tensor
+    input_norm: layers.RMSNorm
     qkv: layers.Linear
     o_proj: layers.Linear
-    post_attention_norm: Tensor
+    post_attention_norm: layers.RMSNorm
     mlp: layers.GatedMLP
 
 
@@ -44,11 +44,11 @@ class LlamaModel:
         vocab_shape = (config.vocab_size, config.hidden_size)
         self._embedding = read("model.embed_tokens.weight", vocab_shape)
         self._layers = [_read_layer(config, read, layer) for layer in range(config.num_layers)]
-        self._norm = read("model.norm.weight", (config.hidden_size,))
+        self._norm = _read_norm(config, read, "model.norm")
         head = self._embedding
         if not config.tie_word_embeddings:
             head = read("lm_head.weight", vocab_shape)
-        self._head = layers.Linear(weight=head)
+        self._head = layers.Linear(head)
         self._frequencies = layers.rope_frequencies(
             config.head_dim, config.rope_theta, config.rope_scaling
         )
@@ -72,11 +72,11 @@ class LlamaModel:
         hidden = F.embedding(token_ids, self._embedding)  # [T, hidden_size]
         cos, sin = layers.rope_tables(positions, self._frequencies, hidden.dtype)
         for layer, pages in zip(self._layers, kv_pages, strict=True):
-            normed = self._normalise(hidden, layer.input_norm)
+            normed = layer.input_norm(hidden)
             hidden = hidden + self._attend(layer, normed, cos, sin, pages, attention)
             on_layer()
-            hidden = hidden + layer.mlp(self._normalise(hidden, layer.post_attention_norm))
-        return self._normalise(hidden, self._norm)
+            hidden = hidden + layer.mlp(layer.post_attention_norm(hidden))
+        return self._norm(hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -94,15 +94,12 @@ class LlamaModel:
     ) -> Tensor:
         num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
         qkv = layer.qkv(normed)
-        qkv = qkv.view(len(qkv), -1, self.config.head_dim)  # [T, all heads, head_dim]
+        qkv = qkv.view(qkv.shape[0], -1, self.config.head_dim)  # [T, all heads, head_dim]
         qk = layers.apply_rope(qkv[:, :-num_kv_heads], cos, sin)
         attention.append(qk[:, num_qo_heads:], qkv[:, -num_kv_heads:], pages)
         return layer.o_proj(
             attention.run(qk[:, :num_qo_heads], pages).flatten(1)
         )  # [T, hidden_size]
-
-    def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
 
 
 def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> DecoderLayer:
@@ -114,12 +111,12 @@ def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> Dec
     qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
     return DecoderLayer(
-        input_norm=read(f"{prefix}input_layernorm.weight", (hidden,)),
+        input_norm=_read_norm(config, read, f"{prefix}input_layernorm"),
         qkv=layers.read_linear(read, attention, qkv, hidden, config.attention_bias),
         o_proj=layers.read_linear(
             read, attention, {"o_proj": hidden}, q_rows, config.attention_bias
         ),
-        post_attention_norm=read(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        post_attention_norm=_read_norm(config, read, f"{prefix}post_attention_layernorm"),
         mlp=layers.GatedMLP(
             gate_up=layers.read_linear(read, mlp, gate_up, hidden, config.mlp_bias),
             down=layers.read_linear(
@@ -127,3 +124,7 @@ def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> Dec
             ),
         ),
     )
+
+
+def _read_norm(config: ModelConfig, read: layers.ReadTensor, name: str) -> layers.RMSNorm:
+    return layers.RMSNorm(read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)

@@ -17,7 +17,6 @@ from queue import SimpleQueue
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
 from disagg.messenger.prefillers import Address
-from disagg.model.weights import default_dtype
 from disagg.request import FinishReason, Output, Request
 from disagg.serve.answer import Answer
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
@@ -75,11 +74,10 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
 
 
 def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The flags with the model's folder and the dtype that `auto` means on this CPU."""
+    """The flags with the model's folder."""
     with _usage_errors():
         folder = resolve_model(arguments.model)
-    dtype = default_dtype() if arguments.dtype == "auto" else arguments.dtype
-    return argparse.Namespace(**{**vars(arguments), "model": folder, "dtype": dtype})
+    return argparse.Namespace(**{**vars(arguments), "model": folder})
 
 
 def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:

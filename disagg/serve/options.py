@@ -55,10 +55,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--model", help="local folder or hub name (default: SmolLM2-135M-Instruct, fetched once)"
     )
     same.add_argument(
-        "--dtype",
-        choices=["auto", *sorted(ITEMSIZE)],
-        default="auto",
-        help="of weights and KV; auto: bfloat16 where the CPU multiplies it, else float32",
+        "--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of weights and KV"
     )
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
