@@ -76,20 +76,26 @@ class KVLayout:
 class TailLayout:
     """Tail slots: what goes with a prompt beside its KV, one fixed-size slot a request.
 
-    slot | attempt id (8 bytes, little endian) | hidden state [hidden_size] at position N-2 | pad
+    slot | words: 3 x u64, little endian | hidden state [hidden_size] at position N-2 | pad
+
+    The words are the attempt's id and two times on the prefiller's monotonic clock, in ns: when the
+    attempt's first write was handed to its transfer engine, and when the forward pass of its last
+    chunk ended. The engine takes the latter between the copy of the hidden state and the step's
+    last counter increment, so no poll makes it late.
     """
 
     num_slots: int
     hidden_size: int
     itemsize: int
 
-    #: Bytes of the attempt id at the start of a slot.
-    ID_BYTES = 8
+    #: Places of the words at the start of a slot.
+    ATTEMPT_ID, FIRST_POST_NS, FORWARD_END_NS = range(3)
+    HEADER_BYTES = 24
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, rounded up to a cache line."""
-        return -(-(self.ID_BYTES + self.hidden_size * self.itemsize) // 64) * 64
+        return -(-(self.HEADER_BYTES + self.hidden_size * self.itemsize) // 64) * 64
 
     @property
     def region_bytes(self) -> int:

@@ -112,8 +112,8 @@ class Timings:
     prefill            from there until the engine has the KV of positions 0..N-2: `KVReady` is
                        taken in, or the step ends that computed the last prompt token here. Failed
                        attempts, the prefiller's own queue and the transfer are part of it
-    transfer           the end of the prefill that only waits for the network: from the prefiller's
-                       end of the last layer until all has landed (`TransferStats.exposed`)
+    transfer           the end of the prefill that only waits for the transfer: from the end of the
+                       prefiller's last forward pass until all has landed (`TransferStats.exposed`)
     first_token        from `submit` until the first output token is delivered
     inter_token_mean,  between the deliveries of one output token and the next; the p99 is the
     inter_token_p99    smallest of these times that 99 % of them do not exceed

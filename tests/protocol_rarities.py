@@ -10,6 +10,7 @@ import random
 import msgspec
 
 from disagg.messenger.messages import (
+    PROTOCOL_VERSION,
     CancelAck,
     Heartbeat,
     Message,
@@ -342,7 +343,8 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
 
 def deeply_nested_message_is_malformed(code: Code) -> None:
     """A message that is nothing but brackets ends its connection, on either side."""
-    deep = b"\x01\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 100_000 + b"\x01"
+    head = bytes((PROTOCOL_VERSION,)) + b"\x82\xa4type\xa9Heartbeat\xa1x"
+    deep = head + b"\x91" * 100_000 + b"\x01"
     world = connected(22, code)
     conn = world.network.connections[0]
     for end in (0, 1):
@@ -373,7 +375,36 @@ def refused_pairs_ask_less_and_less_often(code: Code) -> None:
     assert len(world.links) < 40, f"{len(world.links)} reports in a minute"
 
 
+def exposed_transfer_is_told(code: Code) -> None:
+    """How long the last write came after the forward pass, although the clocks differ."""
+    for seed in range(8):
+        world = World(seed, code=code)
+        world.run_fairly(2e-8, tick=1e-9)  # up, and no time for a regular beat
+        transfer, posts = world.prefill_nodes[0].transfer, []
+        write_pages = transfer.write_pages
+
+        def noting(*call, world=world, posts=posts, write_pages=write_pages):
+            posts.append(world.now)
+            return write_pages(*call)
+
+        transfer.write_pages = noting
+        for _ in range(4):
+            del posts[:]
+            client = world.submit(14)
+            for _ in range(200):
+                world.run(20)
+                if client.ended is not None:
+                    break
+            stats, landed = world.moved[-1]
+            exposed = landed - world.forward_ends[-1]
+            span = max(exposed, landed - posts[0])
+            assert stats.exposed is not None and stats.span is not None, "heard no beat"
+            assert abs(stats.exposed - exposed) < 1e-6, f"exposed {stats.exposed}, not {exposed}"
+            assert abs(stats.span - span) < 1e-6, f"span {stats.span}, not {span}"
+
+
 RARITIES: tuple[Scenario, ...] = (
+    exposed_transfer_is_told,
     starved_is_not_silence,
     unanswered_cancel_ends_with_a_fence,
     writes_that_never_arrive_end_with_a_fence,

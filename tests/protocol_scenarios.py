@@ -543,7 +543,7 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
     world = connected(11, code)
     hello: Hello = world.decode_node.messenger._hello
     peer = world.decode_node.messenger._prefillers.ready()[0].peer
-    for data in (b"", b"\x01garbage", b"\x09", encode(hello), b"\x01\x81\xa4type\xa3foo"):
+    for data in (b"", b"\x02garbage", b"\x09", encode(hello), b"\x02\x81\xa4type\xa3foo"):
         world.decode_node.transfer.send(peer, data)
         world.run_fairly(1.0)
         after = world.submit(5)

@@ -30,6 +30,7 @@ from disagg.hooks import (
     ReleasePrefill,
     StartPrefill,
     StopPrefill,
+    TransferStats,
 )
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, pages_for
 from disagg.messenger.decoder import DecoderMessenger
@@ -45,6 +46,8 @@ from tests.adversarial import Connection, FakeTransfer, Network, Write
 PAGE_SIZE = 3
 NUM_LAYERS = 3
 FREED = 0xEE
+#: How far a prefiller's clock is ahead of the decoder's, in seconds.
+CLOCK_AHEAD = 77.25
 VOCAB_SIZE = 1000
 CONFIG = MessengerConfig(peer_timeout=2.0, request_timeout=10.0, reconnect_interval=0.2)
 IDENTITY = Identity(
@@ -196,11 +199,15 @@ class PrefillNode:
                 max_prompt_tokens=100,
             ),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
-            clock=world.clock,
+            clock=self.clock,
             post=self.take,
         )
         self.messenger = world.code.prefiller(wiring, lambda: self.counter)
         self.transfer.listen(*address)
+
+    def clock(self) -> float:
+        """Another host's."""
+        return self.world.now + CLOCK_AHEAD
 
     @property
     def runs(self) -> bool:
@@ -277,7 +284,10 @@ class PrefillNode:
                     value = kv_byte(tokens, self.layer, position)
                     self.storage.page(self.layer, page)[:, position % PAGE_SIZE] = value
             elif chunk.is_last:
-                self.storage.slot(chunk.tail_slot)[8:16] = hidden_bytes(tokens)
+                slot = self.storage.slot(chunk.tail_slot)
+                slot[24:32] = hidden_bytes(tokens)
+                slot[16:24] = np.array([self.clock() * 1e9], np.uint64).view(np.uint8)
+                self.world.forward_ends.append(self.world.now)
         self.counter += 1
         self.layer += 1
         if self.layer == NUM_LAYERS + 1:
@@ -319,7 +329,7 @@ class DecodeNode:
             hello=hello,
             config=replace(CONFIG, on_failure=world.on_failure),
             clock=world.clock,
-            post=self.inbox.append,
+            post=self.take,
         )
         prefillers = world.code.prefillers(
             [node.address for node in world.prefill_nodes],
@@ -333,6 +343,12 @@ class DecodeNode:
         if self.decoding:
             found.append(self.finish_one)
         return found
+
+    def take(self, event: EngineEvent) -> None:
+        """What the real engine's `post` does."""
+        self.inbox.append(event)
+        if isinstance(event, KVReady):
+            self.world.moved.append((event.transfer, self.world.now))
 
     def step(self) -> None:
         """Drain the messenger's events, then admit what fits."""
@@ -428,7 +444,7 @@ class DecodeNode:
                     f"attempt {fetch.attempt}, layer {layer}, position {position}:"
                     f" found {found}, expected {expected}"
                 )
-        found = self.storage.slot(fetch.tail_slot)[8:16]
+        found = self.storage.slot(fetch.tail_slot)[24:32]
         expected = hidden_bytes(fetch.token_ids)
         assert (found == expected).all(), f"attempt {fetch.attempt}: tail {found} is not {expected}"
 
@@ -472,6 +488,8 @@ class World:
         self.asked: dict[tuple[int, int], Asked] = {}  # (connection, imm)
         self.links: list[tuple[tuple[str, int], bool, str]] = []
         self.failures: list[str] = []
+        self.forward_ends: list[float] = []
+        self.moved: list[tuple[TransferStats, float]] = []  # and when it was told
         self.clients: list[Client] = []
         self.epochs = 1
         self.forge_tails = False

@@ -49,6 +49,7 @@ OPTIONAL_PACKAGES = {
     "pyverbs": "disagg/transfer/verbs_device.py",
     "flashinfer": "disagg/model/flashinfer_attention.py",
     "cuda": "disagg/cuda.py",
+    "matplotlib": "disagg/trace_picture.py",
 }
 
 MAX_FILE_LINES = 300
@@ -63,6 +64,7 @@ TESTED_IN = {
     "disagg.request": "test_scheduler",
     "disagg.resource": "test_kv_cache",
     "disagg.shared_memory": "test_kv_cache",
+    "disagg.trace_picture": "test_trace",
     "disagg.serve.exits": "test_scripts",
     "disagg.engine.attempts": "test_engine",
     "disagg.engine.sequence": "test_scheduler",

@@ -419,7 +419,9 @@ def test_times_and_what_was_moved_of_a_request_that_is_fetched():
     clock.now += 3
     replica.run()
     clock.now += 7
-    moved = TransferStats(prefiller="a:1", writes=7, bytes=9, retries=0, exposed=0.5)
+    moved = TransferStats(
+        prefiller="a:1", transport="shm", writes=7, bytes=9, retries=0, exposed=0.5
+    )
     replica.engine.post(KVReady(attempt=1, transfer=moved))
     replica.run()
     last = replica.last[number]

@@ -30,12 +30,12 @@ def test_a_page_lies_where_the_layout_says(order, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tail_hidden_state_lies_behind_the_attempt_id(dtype):
+def test_a_tail_hidden_state_lies_behind_the_words(dtype):
     config = CacheConfig(num_pages=1, page_size=4, dtype=dtype, num_tail_slots=3)
     with KVCache(config, fake_config(hidden_size=10)) as cache:
         hidden = torch.arange(10).to(getattr(torch, dtype)) + 1
         cache.tail_hidden(1).copy_(hidden)
-        start = cache.tail_layout.slot_offset(1) + cache.tail_layout.ID_BYTES
+        start = cache.tail_layout.slot_offset(1) + cache.tail_layout.HEADER_BYTES
         nbytes = 10 * cache.tail_layout.itemsize
         written = cache.tail_memory.bytes[start : start + nbytes]
         assert bytes(written) == bytes(hidden.view(torch.uint8).numpy())

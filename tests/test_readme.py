@@ -111,7 +111,7 @@ def test_both_parsers_agree_on_the_flags_they_share() -> None:
 
 def test_fields_of_json_are_those_that_are_printed() -> None:
     completion = replace(DONE, error="why")
-    found = as_json(0, "", completion, transport="shm", logprobs=True)
+    found = as_json(0, "", completion, logprobs=True)
     rows = table(section("Flags"), "field")
     assert set(rows) == set(found)
     for field in ("usage", "timings_ms", "transfer", "logprobs"):

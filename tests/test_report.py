@@ -22,12 +22,20 @@ DONE = Completion(
     timings=Timings(
         queue=0.001,
         prefill=0.02,
-        transfer=None,
+        transfer=0.0035,
         first_token=0.5,
         inter_token_mean=0.0101234,
         inter_token_p99=0.0101234,
     ),
-    transfer=TransferStats(prefiller="10.0.0.1:7400", writes=91, bytes=2_000_000, retries=1),
+    transfer=TransferStats(
+        prefiller="10.0.0.1:7400",
+        transport="shm",
+        writes=91,
+        bytes=2_000_000,
+        retries=1,
+        exposed=0.0035,
+        span=0.05,
+    ),
 )
 REFUSED = Completion(
     num_prompt_tokens=0,
@@ -41,7 +49,7 @@ REFUSED = Completion(
 
 
 def test_everything_that_was_measured_is_in_the_object():
-    found = as_json(3, "hi", DONE, transport="shm", logprobs=True)
+    found = as_json(3, "hi", DONE, logprobs=True)
     assert json.loads(json.dumps(found)) == {
         "index": 3,
         "token_ids": [5, 6],
@@ -51,7 +59,7 @@ def test_everything_that_was_measured_is_in_the_object():
         "timings_ms": {
             "queue": 1.0,
             "prefill": 20.0,
-            "transfer": None,
+            "transfer": 3.5,
             "ttft": 500.0,
             "inter_token_mean": 10.123,
             "inter_token_p99": 10.123,
@@ -79,10 +87,10 @@ def test_everything_that_was_measured_is_in_the_object():
 
 
 def test_what_was_not_asked_for_or_did_not_happen_is_not_there():
-    found = as_json(0, "", replace(REFUSED, error=None), transport="shm", logprobs=False)
+    found = as_json(0, "", replace(REFUSED, error=None), logprobs=False)
     assert "logprobs" not in found
     assert "error" not in found
-    found = as_json(0, "", REFUSED, transport="shm", logprobs=True)
+    found = as_json(0, "", REFUSED, logprobs=True)
     assert (found["logprobs"], found["error"]) == ([], "why")
     assert (found["timings_ms"], found["transfer"]) == (None, None)
 
@@ -90,6 +98,7 @@ def test_what_was_not_asked_for_or_did_not_happen_is_not_there():
 def test_the_summary_sums_all_prompts():
     other = replace(DONE, timings=replace(DONE.timings, first_token=0.7), transfer=None)
     assert summary([DONE, REFUSED, other], 2.0) == (
-        "4 tokens in 2.00 s (2.0 tokens/s), 0.600 s to the first token, 2.00 MB moved in 91 writes"
+        "4 tokens in 2.00 s (2.0 tokens/s), 0.600 s to the first token, 2.00 MB moved in 91 writes,"
+        " 93 % of the transfer hidden"
     )
     assert "no first token, 0.00 MB moved in 0 writes" in summary([REFUSED], 2.0)

@@ -121,6 +121,8 @@ def test_every_transport_gives_the_same_answers(run, model, prefiller, expected,
     assert outcome.code == 0
     assert answers(outcome) == expected
     assert "failed" not in outcome.stderr
+    chosen = {"auto": "shm"}.get(transport, transport)
+    assert {found["transfer"]["transport"] for found in objects(outcome)} == {chosen}
 
 
 def test_without_json_the_text_is_printed(run, model, prefiller, expected):
@@ -143,18 +145,18 @@ def test_what_was_moved_is_told(run, model, prefiller):
     outcome = run.fork("run_decode.py", *decode_flags(model, *flags), *prompts).wait()
     assert outcome.code == 0
     *fetched, local = objects(outcome)
-    tail_bytes = -(-(8 + 64 * 4) // 64) * 64
+    tail_bytes = -(-(24 + 64 * 4) // 64) * 64
     page_bytes = 2 * 2 * 4 * 16 * 4
     for num_pages, found in zip((1, 2, 3), fetched, strict=True):
         assert found["transfer"] == {
             "prefiller": prefiller.address(),
-            "transport": "auto",
+            "transport": "shm",
             "writes": 3 * num_pages + 1,
             "bytes": 3 * num_pages * page_bytes + tail_bytes,
             "retries": 0,
         }
         times = found["timings_ms"]
-        assert 0 < times["prefill"] < times["ttft"]
+        assert 0 <= times["transfer"] < times["prefill"] < times["ttft"]
         assert len(found["logprobs"]) == found["usage"]["completion_tokens"] == MAX_TOKENS
     assert local["transfer"] is None
     assert [found["usage"]["prompt_tokens"] for found in (*fetched, local)] == [2, 6, 10, 1]

@@ -153,7 +153,7 @@ VARIANTS = (
         "layer_writer",
         "None if posted is None else self.posted + posted",
         "posted",
-        "without_faults",
+        "posted_is_exact",
     ),
     Variant(
         "3: posted is unknown once a posted write failed",
@@ -222,9 +222,9 @@ VARIANTS = (
     Variant(
         "6: a refused post is a lost write",
         "layer_writer",
-        "self._note(attempt, ticket, end - first)\n        except TransferError as error:\n"
+        'f"layer {layer}")\n        except TransferError as error:\n'
         "            self._fail(attempt, str(error))",
-        "self._note(attempt, ticket, end - first)\n        except TransferError:\n            pass",
+        'f"layer {layer}")\n        except TransferError:\n            pass',
         "lost_write_is_told",
     ),
     Variant(
@@ -237,7 +237,7 @@ VARIANTS = (
     Variant(
         "7: the tail carries the id",
         "layer_writer",
-        "self._memory.write_attempt_id(chunk.tail_slot, request.attempt_id)",
+        "words[TailLayout.ATTEMPT_ID] = request.attempt_id",
         "pass",
         "without_faults",
     ),
@@ -499,7 +499,7 @@ VARIANTS = (
         "decoder",
         "return [prefiller.peer for prefiller in self._prefillers.ready()]",
         "return []",
-        "without_faults",
+        "queueing_is_not_silence",
     ),
     Variant(
         "3: a fence is one connection's",
@@ -522,6 +522,34 @@ VARIANTS = (
         "(msgspec.DecodeError, msgspec.ValidationError)",
         "deeply_nested_message_is_malformed",
         RecursionError,
+    ),
+    Variant(
+        "the fastest beat tells the clocks' difference",
+        "prefillers",
+        "lag if known is None else min(known, lag)",
+        "lag",
+        "exposed_transfer_is_told",
+    ),
+    Variant(
+        "times of a tail are on the prefiller's clock",
+        "decoder",
+        "now - lag - words[TailLayout.FORWARD_END_NS]",
+        "now - words[TailLayout.FORWARD_END_NS]",
+        "exposed_transfer_is_told",
+    ),
+    Variant(
+        "a tail tells when the first write was posted",
+        "layer_writer",
+        "attempt.first_post = min(attempt.first_post, self._clock())",
+        "attempt.first_post = self._clock()",
+        "exposed_transfer_is_told",
+    ),
+    Variant(
+        "a clock is told before the first tail",
+        "prefiller",
+        "        self._beat(peer)",
+        "        pass",
+        "exposed_transfer_is_told",
     ),
     Variant(
         "ended tickets are settled before anything is withdrawn",

@@ -33,6 +33,7 @@ from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
 from disagg.engine.sequence import Kind, Sequence, State
 from disagg.request import FinishReason, Output, Request
+from disagg.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +71,13 @@ class Engine:
         prefill_hooks: hooks.PrefillHooks | None = None,
         decode_hooks: hooks.DecodeHooks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trace: Trace | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._on_output = on_output
         self._clock = clock
+        self._trace = trace or Trace()
         self._prefill_hooks = prefill_hooks
         self._remote = decode_hooks is not None
 
@@ -216,7 +219,11 @@ class Engine:
         assert added == self._runner.increments_per_step, (
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
         )
-        now = self._clock()
+        start, now = now, self._clock()
+        if self._trace.on:
+            sizes = [len(span.token_ids) for span in step.spans]
+            name, details = f"{sum(sizes)} tokens", {"largest": max(sizes), "sequences": len(sizes)}
+            self._trace.span("steps", name, start, now, **details)
         outputs = [
             (sequence, self._after_span(sequence, span, tokens, now))
             for sequence, span, tokens in zip(step.sequences, step.spans, sampled, strict=True)
@@ -284,7 +291,11 @@ class Engine:
         if finish is not None:
             with self._lock:
                 del self._open[sequence.number]
+            self._record(sequence)
         self._on_output(sequence.number, _output(sequence, new, finish, error))
+
+    def _record(self, sequence: Sequence) -> None:
+        sequence.stopwatch.record(self._trace, f"request {sequence.number}", self._clock())
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -294,6 +305,7 @@ class Engine:
             sequences = list(self._open.values())
             self._open.clear()
         for sequence in sequences:
+            self._record(sequence)
             self._on_output(sequence.number, _output(sequence, [], FinishReason.ERROR, why))
 
 

@@ -5,7 +5,7 @@ Each is a block that another process can map by file descriptor. Where things li
 with the transfer engine.
 
     memory       | layer 0 [num_pages, *page_shape] | layer 1 ... |   one torch view a layer
-    tail_memory  | slot 0: attempt id, hidden state | slot 1 ...  |   the id is the messenger's
+    tail_memory  | slot 0: words, hidden state | slot 1 ...  |        two words are the messenger's
     counter      | 64-bit word |                                      engine adds, messenger reads
 """
 
@@ -26,6 +26,7 @@ class KVCache(Resource):
 
     `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
     `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
+    `tail_forward_end_ns` is a view of that word of every slot: uint64 `[num_tail_slots]`.
     """
 
     def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
@@ -55,8 +56,10 @@ class KVCache(Resource):
         slots = torch.frombuffer(self.tail_memory.buffer, dtype=dtype).view(
             config.num_tail_slots, -1
         )
-        first = TailLayout.ID_BYTES // self.tail_layout.itemsize
+        first = TailLayout.HEADER_BYTES // self.tail_layout.itemsize
         self._tail_hidden = slots[:, first : first + model.hidden_size]
+        words = self.tail_memory.bytes.view(np.uint64).reshape(config.num_tail_slots, -1)
+        self.tail_forward_end_ns = words[:, TailLayout.FORWARD_END_NS]
 
     def tail_hidden(self, slot: int) -> Tensor:
         """The hidden state in a tail slot: a view `[hidden_size]` in `config.dtype`."""

@@ -11,6 +11,7 @@ in one without a tail: a step always adds `num_layers + 1`, which the messenger'
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +25,7 @@ from disagg.engine.sampling import Sampled, sample
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import pages_for
 from disagg.model.attention import PagedAttention
+from disagg.trace import Trace
 
 
 class Model(Protocol):
@@ -66,12 +68,18 @@ class Runner:
     """One model, its KV cache and its counter; used by the engine thread alone."""
 
     def __init__(
-        self, model: Model, attention: PagedAttention, kv_cache: KVCache, counter: LayerCounter
+        self,
+        model: Model,
+        attention: PagedAttention,
+        kv_cache: KVCache,
+        counter: LayerCounter,
+        trace: Trace | None = None,
     ) -> None:
         self.model = model
         self.attention = attention
         self.kv_cache = kv_cache
         self.counter = counter
+        self._trace = trace or Trace()
 
     @property
     def increments_per_step(self) -> int:
@@ -81,6 +89,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, spans: Sequence[Span]) -> list[list[Sampled]]:
         """Compute all spans; return the tokens sampled after each of them, if any."""
+        self._trace.lap("forward")
         batch = build_batch(spans, self.kv_cache.layout.page_size)
         self.attention.plan(
             batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len
@@ -90,14 +99,25 @@ class Runner:
             batch.positions,
             self.kv_cache.layers,
             self.attention,
-            self.counter.add,
+            self._count,
         )  # [tokens, hidden_size]
         last_rows = (batch.qo_indptr[1:] - 1).tolist()
         for span, row in zip(spans, last_rows, strict=True):
             if span.tail_slot is not None:
                 self.kv_cache.tail_hidden(span.tail_slot).copy_(hidden[row])
+                self.kv_cache.tail_forward_end_ns[span.tail_slot] = time.monotonic_ns()
+        self._count()
+        sampled = self._sample(spans, hidden, last_rows)
+        self._trace.lap("forward", "sampling")
+        return sampled
+
+    def _count(self) -> None:
+        """A layer, or the step, has ended. Traced first: whoever sees the count comes later."""
+        if self._trace.on:
+            layer = self.counter.read() % self.increments_per_step
+            last = layer == self.model.config.num_layers
+            self._trace.lap("forward", "norm, tails" if last else f"layer {layer}")
         self.counter.add()
-        return self._sample(spans, hidden, last_rows)
 
     def _sample(
         self, spans: Sequence[Span], hidden: Tensor, last_rows: list[int]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from disagg.hooks import TransferStats
 from disagg.request import Timings
+from disagg.trace import Trace
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,6 +47,14 @@ class Stopwatch:
             inter_token_mean=sum(gaps) / len(gaps) if gaps else None,
             inter_token_p99=gaps[-(-99 * len(gaps) // 100) - 1] if gaps else None,
         )
+
+    def record(self, trace: Trace, track: str, now: float) -> None:
+        """The request has ended: what it spent its time with, as spans."""
+        names = ("queued", "prefill", "decode")
+        times = (self.submitted, self.started, self.prefilled, now)
+        for name, start, end in zip(names, times, times[1:], strict=False):
+            if start is not None and end is not None:
+                trace.span(track, name, start, end)
 
 
 def _between(start: float | None, stop: float | None) -> float | None:

@@ -27,10 +27,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep
+from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep, TransferStats
+from disagg.kv_layout import TailLayout
 from disagg.messenger.messages import (
     Cancel,
     CancelAck,
+    Heartbeat,
     Hello,
     HelloRefused,
     Message,
@@ -88,6 +90,7 @@ class Attempt:
     count: int = 0
     prefiller: Prefiller | None = None
     peer: Peer = 0
+    transport: str = ""
 
     def move(self, to: AttemptState) -> None:
         """Change state along the table."""
@@ -181,6 +184,7 @@ class DecoderMessenger(Messenger):
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
+        attempt.transport = self._transfer.transport_to(chosen.peer)
         attempt.imm, attempt.count = self._next_imm, count
         self._next_imm += 1
         self._by_imm[attempt.imm] = attempt
@@ -236,6 +240,8 @@ class DecoderMessenger(Messenger):
                 self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
             case PrefillRejected() | PrefillFailed() | CancelAck():
                 self._on_answer(peer, message)
+            case Heartbeat():
+                self._prefillers.on_beat(peer, message.clock_ns)
             case _:
                 super()._on_message(peer, message)
 
@@ -277,17 +283,38 @@ class DecoderMessenger(Messenger):
             return
         if attempt.wanted:
             assert attempt.prefiller is not None, "counted what nobody was asked for"
-            found = self._memory.read_attempt_id(attempt.fetch.tail_slot)
+            words = self._memory.tail_words(attempt.fetch.tail_slot)
+            found = int(words[TailLayout.ATTEMPT_ID])
             if found == self._attempt_id(attempt):
                 attempt.prefiller.num_failures = 0
-                where = attempt.prefiller.address
-                transfer = self._memory.moved(attempt.fetch, attempt.count, where)
-                self._post(KVReady(attempt=attempt.fetch.attempt, transfer=transfer))
+                self._post(KVReady(attempt=attempt.fetch.attempt, transfer=self._moved(attempt)))
                 attempt.wanted = False
                 self._end(attempt, released=False)
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
+
+    def _moved(self, attempt: Attempt) -> TransferStats:
+        """What an attempt whose last write was just counted has brought here."""
+        assert attempt.prefiller is not None, "moved by nobody"
+        fetch, layout, lag = attempt.fetch, self._memory.layout, attempt.prefiller.clock_lag
+        num_pages = layout.num_layers * (len(fetch.page_indices) - fetch.num_held_pages)
+        exposed = span = None
+        if lag is not None:
+            words = self._memory.tail_words(fetch.tail_slot).tolist()
+            now = self._clock()
+            exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
+            span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
+            self._trace.span("KV transfer", f"attempt {fetch.attempt}", now - span, now)
+        return TransferStats(
+            prefiller="{}:{}".format(*attempt.prefiller.address),
+            transport=attempt.transport,
+            writes=attempt.count,
+            bytes=num_pages * layout.page_bytes + self._memory.tail.slot_bytes,
+            retries=fetch.retries,
+            exposed=exposed,
+            span=span,
+        )
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         for attempt in list(self._attempts.values()):

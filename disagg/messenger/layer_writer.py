@@ -17,6 +17,7 @@ so the number of writes does not depend on how a prompt is cut into chunks. Mess
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
-from disagg.kv_layout import KVLayout
+from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice
@@ -68,6 +69,7 @@ class Attempt:
 
     `open_tickets` maps each ticket to its number of writes. `posted` counts writes handed to the
     medium: those of ended tickets, and of all once the attempt is stopped; None if unknown.
+    `first_post` is when the first one was handed to the transfer engine, in seconds.
     """
 
     link: Link
@@ -76,6 +78,7 @@ class Attempt:
     state: AttemptState = AttemptState.OPEN
     open_tickets: dict[Ticket, int] = field(default_factory=dict)
     posted: int | None = 0
+    first_post: float = math.inf
 
     def move(self, to: AttemptState) -> None:
         """Change state along the table."""
@@ -112,6 +115,8 @@ class LayerWriter:
         self._transfer = wiring.transfer
         self._memory = wiring.memory
         self._post = wiring.post
+        self._clock = wiring.clock
+        self._trace = wiring.trace
         self._read_counter = read_counter
         self._on_failed = on_failed
         self._jobs: dict[int, Attempt] = {}
@@ -130,6 +135,8 @@ class LayerWriter:
     def open(self, attempt: Attempt) -> None:
         """Take an attempt whose job the engine will compute."""
         self._jobs[attempt.job] = attempt
+        num_tokens = len(attempt.request.token_ids) - 1
+        self._trace.begin("prefills", attempt.job, f"{num_tokens} tokens", job=attempt.job)
         attempt.link.attempts[attempt.request.attempt_id] = attempt
 
     def add_step(self, step: Step) -> None:
@@ -181,7 +188,7 @@ class LayerWriter:
                     destination_offsets + part.destination_offset,
                     request.imm,
                 )
-                self._note(attempt, ticket, end - first)
+                self._note(attempt, ticket, end - first, f"layer {layer}")
         except TransferError as error:
             self._fail(attempt, str(error))
 
@@ -191,7 +198,9 @@ class LayerWriter:
             return
         assert chunk.tail_slot is not None, f"the last chunk of job {chunk.job} has no tail slot"
         request, tail = attempt.request, self._memory.tail
-        self._memory.write_attempt_id(chunk.tail_slot, request.attempt_id)
+        words = self._memory.tail_words(chunk.tail_slot)
+        words[TailLayout.ATTEMPT_ID] = request.attempt_id
+        words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
         try:
             ticket = self._transfer.write(
                 attempt.link.peer,
@@ -205,10 +214,12 @@ class LayerWriter:
         except TransferError as error:
             self._fail(attempt, str(error))
             return
-        self._note(attempt, ticket, 1)
+        self._note(attempt, ticket, 1, "tail")
         attempt.move(AttemptState.POSTED)
 
-    def _note(self, attempt: Attempt, ticket: Ticket, num_writes: int) -> None:
+    def _note(self, attempt: Attempt, ticket: Ticket, num_writes: int, what: str) -> None:
+        self._trace.begin("layer writes", ticket, what, writes=num_writes, job=attempt.job)
+        attempt.first_post = min(attempt.first_post, self._clock())
         attempt.open_tickets[ticket] = num_writes
         self._tickets[ticket] = attempt
 
@@ -221,6 +232,7 @@ class LayerWriter:
             attempt = self._tickets.pop(event.ticket, None)
             if attempt is None:
                 continue
+            self._trace.end("layer writes", event.ticket)
             num_writes = attempt.open_tickets.pop(event.ticket)
             posted = num_writes if isinstance(event, WritesDone) else event.posted
             if attempt.state is not AttemptState.STOPPED:
@@ -263,6 +275,7 @@ class LayerWriter:
         if attempt.open_tickets or attempt.state in (AttemptState.OPEN, AttemptState.GONE):
             return
         attempt.move(AttemptState.GONE)
+        self._trace.end("prefills", attempt.job)
         del self._jobs[attempt.job]
         del attempt.link.attempts[attempt.request.attempt_id]
         self._post(ReleasePrefill(job=attempt.job))

@@ -23,7 +23,7 @@ from typing import Annotated
 import msgspec
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
@@ -149,7 +149,12 @@ class CancelAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """I live. Any message says so; this one is sent when there is nothing else to say."""
+    """I live. Any message says so; this one is sent when there is nothing else to say.
+
+    `clock_ns` is the sender's monotonic clock as it sends; a prefiller's tails name times on it.
+    """
+
+    clock_ns: U64
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
@@ -26,6 +26,7 @@ from disagg.messenger.messages import (
     encode,
 )
 from disagg.messenger.node_memory import NodeMemory
+from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
 
 
@@ -39,6 +40,7 @@ class Wiring:
     config: MessengerConfig
     clock: Callable[[], float]
     post: Callable[[EngineEvent], None]
+    trace: Trace = field(default_factory=Trace)
 
 
 class Messenger(ABC):
@@ -51,6 +53,7 @@ class Messenger(ABC):
         self._config = wiring.config
         self._clock = wiring.clock
         self._post = wiring.post
+        self._trace = wiring.trace
         self._liveness = Liveness(wiring.config, wiring.clock)
 
     def close(self, why: str) -> None:
@@ -65,13 +68,16 @@ class Messenger(ABC):
     def _send(self, peer: Peer, message: Message) -> None:
         self._transfer.send(peer, encode(message))
 
+    def _beat(self, peer: Peer) -> None:
+        self._send(peer, Heartbeat(clock_ns=round(self._clock() * 1e9)))
+
     def _watch_silence(self) -> None:
         """Give up who is silent, and be silent to nobody; after reading what arrived."""
         for peer in self._liveness.silent():
             self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
         if self._liveness.beat_due():
             for peer in self._greeted():
-                self._send(peer, Heartbeat())
+                self._beat(peer)
 
     def _on_event(self, event: Event) -> None:
         match event:

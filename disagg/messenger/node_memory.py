@@ -1,7 +1,7 @@
 """The registered memory of one node, as the messenger is handed it: regions, layouts, tail slots.
 
 kv_region    | layer 0: pages | layer 1: pages | ...      (kv_layout.KVLayout)
-tail_region  | slot 0: attempt id, hidden state | ...     (kv_layout.TailLayout)
+tail_region  | slot 0: words, hidden state | ...          (kv_layout.TailLayout)
 scratch      | the pattern that a probe may ask for |
 """
 
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from disagg.hooks import FetchKV, TransferStats
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, Identity, Role
 from disagg.transfer.interface import MemoryRegion
@@ -32,27 +31,10 @@ class NodeMemory:
     tail_bytes: npt.NDArray[np.uint8]
     scratch_region: MemoryRegion
 
-    def _id_bytes(self, slot: int) -> npt.NDArray[np.uint8]:
+    def tail_words(self, slot: int) -> npt.NDArray[np.uint64]:
+        """The words at the start of a tail slot, to read and to write: uint64 `[3]`."""
         start = self.tail.slot_offset(slot)
-        return self.tail_bytes[start : start + TailLayout.ID_BYTES]
-
-    def write_attempt_id(self, slot: int, attempt: int) -> None:
-        """Mark a tail slot as the attempt's."""
-        self._id_bytes(slot)[:] = np.frombuffer(attempt.to_bytes(8, "little"), dtype=np.uint8)
-
-    def read_attempt_id(self, slot: int) -> int:
-        """Whose tail lies in the slot."""
-        return int.from_bytes(self._id_bytes(slot).tobytes(), "little")
-
-    def moved(self, fetch: FetchKV, writes: int, prefiller: tuple[str, int]) -> TransferStats:
-        """What a fetch that is complete has brought here: pages in every layer, and the tail."""
-        num_pages = self.layout.num_layers * (len(fetch.page_indices) - fetch.num_held_pages)
-        return TransferStats(
-            prefiller="{}:{}".format(*prefiller),
-            writes=writes,
-            bytes=num_pages * self.layout.page_bytes + self.tail.slot_bytes,
-            retries=fetch.retries,
-        )
+        return self.tail_bytes[start : start + TailLayout.HEADER_BYTES].view("<u8")
 
     def hello(self, *, epoch: int, role: Role, identity: Identity, max_prompt_tokens: int) -> Hello:
         """What this node says of itself to a peer."""

@@ -128,6 +128,7 @@ class PrefillerMessenger(Messenger):
         slices = plan_slices([self._memory.layout], [layout])
         self._links[peer] = Link(peer=peer, hello=hello, layout=layout, slices=slices)
         self._send(peer, self._hello)
+        self._beat(peer)  # so that it can read our clock before the first tail comes
 
     def _on_request(self, peer: Peer, link: Link, request: PrefillRequest) -> None:
         if link.hello.role != Role.DECODER:

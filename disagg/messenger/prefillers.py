@@ -27,8 +27,10 @@ class Prefiller:
     """One address: DOWN without `peer`, GREETING until `hello` came, then READY.
 
     `num_failures` counts attempts that failed since the last one that worked. `delay` is the pause
-    before the next connection, in seconds; `epoch` of the last process that answered here. A
-    `retired` address turned out to be another's second name.
+    before the next connection, in seconds; `epoch` of the last process that answered here.
+    `clock_lag` is the smallest (received - sent) of its heartbeats, in seconds: how far our clock
+    is ahead of its, and the travel of the fastest beat. A `retired` address turned out to be
+    another's second name.
     """
 
     address: Address
@@ -40,6 +42,7 @@ class Prefiller:
     num_failures: int = 0
     delay: float = 0.0
     epoch: int | None = None
+    clock_lag: float | None = None
     retired: bool = False
 
 
@@ -66,6 +69,7 @@ class Prefillers:
         self._layout = wiring.memory.layout
         self._reconnect_interval = wiring.config.reconnect_interval
         self._clock = wiring.clock
+        self._trace = wiring.trace
         self._on_link = on_link
 
     def __len__(self) -> int:
@@ -115,12 +119,21 @@ class Prefillers:
         self._on_link(prefiller.address, True, "ready")
         return None
 
+    def on_beat(self, peer: Peer, clock_ns: int) -> None:
+        """A prefiller has said what its clock showed."""
+        prefiller, lag = self._by_peer(peer), self._clock() - clock_ns / 1e9
+        if prefiller is not None:
+            known = prefiller.clock_lag
+            prefiller.clock_lag = lag if known is None else min(known, lag)
+            self._trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
+
     def lost(self, peer: Peer, why: str) -> None:
         """The connection is over: down, until it is tried again."""
         prefiller = self._by_peer(peer)
         if prefiller is None:
             return
         prefiller.peer, prefiller.hello, prefiller.num_attempts = 0, None, 0
+        prefiller.clock_lag = None
         # Whoever refuses or is away will do so for a while: ask less and less often.
         prefiller.delay = min(max(self._reconnect_interval, 2 * prefiller.delay), MAX_DELAY)
         prefiller.retry_at = self._clock() + prefiller.delay

@@ -200,7 +200,7 @@ class _Probe:
                         raise ProtocolError(event.why)
                     case MessageReceived():
                         message = messages.decode(event.data)
-                        self._heard += [] if message == messages.Heartbeat() else [message]
+                        self._heard += [] if isinstance(message, messages.Heartbeat) else [message]
         if imm is not None and self._heard:
             raise ProtocolError(f"expected writes, got {self._heard[0]}; see what it printed")
         return None if imm is not None else self._heard.popleft()

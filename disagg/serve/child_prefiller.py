@@ -7,6 +7,7 @@ parent --spawn--> run_prefill.py --listen 127.0.0.1:0
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -29,9 +30,11 @@ LISTENING = "listening on "
 
 class ChildPrefiller(Resource):
     """Starts `run_prefill.py` at once; `address()` waits until it listens. Use it from the main
-    thread: the kernel ends the child when the thread that started it ends."""
+    thread: the kernel ends the child when the thread that started it ends. `patience` is how many
+    seconds it has to end by itself when it is closed."""
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    def __init__(self, flags: Sequence[str], *, patience: float = 0.0) -> None:
+        self._patience = patience
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         parent = os.getpid()
 
@@ -74,7 +77,10 @@ class ChildPrefiller(Resource):
         raise UsageError(f"the prefiller that was started here was ended by signal {-code}")
 
     def close(self) -> None:
-        """Kill it, stopped or not, and wait until it is gone. May be called twice."""
+        """End it, stopped or not, and wait until it is gone. May be called twice."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self._patience)
         self._process.kill()
         self._process.wait()
         if self._process.stdout is not None:

@@ -52,7 +52,9 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     with ExitStack() as stack:
         prefillers = arguments.prefill
         if not prefillers and not arguments.colocated:
-            child = ChildPrefiller(forwarded_flags(arguments))
+            # With a timeline, time for its last step and to write its own.
+            patience = 10.0 if arguments.trace else 0.0
+            child = ChildPrefiller(forwarded_flags(arguments), patience=patience)
             prefillers = (stack.enter_context(child).address(),)
         with _usage_errors():
             tokenizer = Tokenizer(arguments.model)
@@ -83,6 +85,8 @@ def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
 def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
     """A node as the flags describe it; UsageError if it cannot be or cannot start."""
     layout = {"kv_layout": PageOrder(arguments.kv_layout)}
+    if arguments.trace is not None:
+        print(f"timeline: {arguments.trace}", file=sys.stderr)
     with _usage_errors():
         config = NodeConfig(
             **given(NodeConfig, arguments),
@@ -135,8 +139,8 @@ def _print_answer(
         if not arguments.json:
             print(answer.take(), end="", flush=True)
     if arguments.json:
-        transport, logprobs = arguments.transport, answer.sampling.logprobs is not None
-        found = as_json(index, answer.text, completion, transport=transport, logprobs=logprobs)
+        logprobs = answer.sampling.logprobs is not None
+        found = as_json(index, answer.text, completion, logprobs=logprobs)
         print(json.dumps(found), flush=True)
     else:
         print(answer.take(), flush=True)

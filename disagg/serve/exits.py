@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
 
 
 class UsageError(Exception):
@@ -38,7 +38,9 @@ def run_script(main: Callable[[], int]) -> None:
 
 
 def interruptible(*, verbose: bool) -> None:
-    """From here on an interrupt is a KeyboardInterrupt, and warnings are shown on stderr."""
+    """From here on an interrupt is a KeyboardInterrupt, SIGTERM also ends with all closed in good
+    order, and warnings are shown on stderr."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)

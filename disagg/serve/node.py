@@ -41,8 +41,10 @@ from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import fingerprint, load_model, read_config
 from disagg.request import Output, Request
 from disagg.resource import Resource
+from disagg.serve.exits import UsageError
 from disagg.serve.handle import RequestHandle, nothing
 from disagg.shared_memory import SharedMemory
+from disagg.trace import Trace
 from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 
@@ -57,7 +59,7 @@ class NodeError(Exception):
 class NodeConfig:
     """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
 
-    `transport` is one of `TRANSPORTS`.
+    `transport` is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
     """
 
     model: Path
@@ -67,6 +69,7 @@ class NodeConfig:
     listen: Address | None = None
     prefillers: tuple[Address, ...] = ()
     transport: str = "auto"
+    trace: Path | None = None
 
     def __post_init__(self) -> None:
         if self.listen is not None and self.prefillers:
@@ -91,6 +94,8 @@ class Node(Resource):
         self._links = _Links(config.prefillers)
         self._kv_cache = KVCache(config.cache, self.model_config)
         self._counter = LayerCounter()
+        role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
+        self._trace = Trace(role, on=config.trace is not None)
         self._scratch = SharedMemory(PROBE_BYTES, name="disagg-scratch")
         self._scratch.bytes[:] = probe_pattern()
         self._transfer: TransferEngine | None = None
@@ -152,7 +157,10 @@ class Node(Resource):
         return self._engine.stats()
 
     def close(self) -> None:
-        """Finish the step that runs, say goodbye, free everything. May be called twice."""
+        """Finish the step that runs, say goodbye, free everything. May be called twice.
+
+        UsageError if the timeline cannot be written.
+        """
         self._stopping.set()
         if self._engine is not None:
             self._engine.stop()
@@ -165,6 +173,11 @@ class Node(Resource):
             self._transfer.close()
         for resource in (self._kv_cache, self._counter, self._scratch):
             resource.close()
+        if self.config.trace is not None:
+            try:
+                self._trace.write(self.config.trace)
+            except OSError as error:
+                raise UsageError(f"cannot write {self.config.trace}: {error.strerror}") from error
 
     # --- Wiring ---
 
@@ -177,11 +190,12 @@ class Node(Resource):
         )
         model, messenger = load_model(config.model, cache.dtype), self._messenger
         return Engine(
-            Runner(model, attention, self._kv_cache, self._counter),
+            Runner(model, attention, self._kv_cache, self._counter, self._trace),
             Scheduler(config.scheduler, cache, self.model_config),
             on_output=self._on_output,
             prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
             decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
+            trace=self._trace,
         )
 
     def _build_transfer(self) -> TransferEngine:
@@ -196,6 +210,7 @@ class Node(Resource):
             identity=_identity(self.config, self.model_config),
             max_prompt_tokens=self.model_config.max_positions - 1,
         )
+        self._trace.facts["epoch"] = str(hello.epoch)
         wiring = Wiring(
             transfer=transfer,
             memory=memory,
@@ -203,6 +218,7 @@ class Node(Resource):
             config=self.config.messenger,
             clock=time.monotonic,
             post=self._post,
+            trace=self._trace,
         )
         if role is Role.PREFILLER:
             return PrefillerMessenger(wiring, self._counter.read)

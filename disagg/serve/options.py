@@ -48,6 +48,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def writable(text: str) -> Path:
+    """A file that can be written, as an argparse type: found before any work, not after it."""
+    path = Path(text)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from error
+    return path
+
+
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that both nodes have; those in the first group must agree."""
     same = parser.add_argument_group("must be the same on both nodes")
@@ -71,6 +81,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how KV travels; auto: shm to a node of the same host and user, else tcp",
     )
+    own.add_argument("--trace", type=writable, metavar="FILE", help="write a timeline of the run")
     own.add_argument("--verbose", action="store_true", help="log what the node does")
 
 
@@ -161,6 +172,8 @@ def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
     parser = OneLineParser()
     add_node_flags(parser)
-    names = vars(parser.parse_args([])).keys() - {"verbose"}
+    names = vars(parser.parse_args([])).keys() - {"verbose", "trace"}
     flags = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in sorted(names)]
-    return flags + (["--verbose"] if arguments.verbose else [])
+    flags += ["--verbose"] if arguments.verbose else []
+    trace = arguments.trace
+    return flags + ([f"--trace={trace.with_suffix('.prefiller.json')}"] if trace else [])

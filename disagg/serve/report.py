@@ -10,9 +10,7 @@ from disagg.request import Timings, TokenLogprobs
 from disagg.serve.handle import Completion
 
 
-def as_json(
-    index: int, text: str, completion: Completion, *, transport: str, logprobs: bool
-) -> dict[str, Any]:
+def as_json(index: int, text: str, completion: Completion, *, logprobs: bool) -> dict[str, Any]:
     """What `--json` prints of prompt number `index`. Times as in `request.Timings`, in ms.
 
     `logprobs`: whether they were asked for.
@@ -30,9 +28,9 @@ def as_json(
         "transfer": None,
     }
     if completion.transfer is not None:
-        moved = asdict(completion.transfer)
-        del moved["exposed"]  # a time: in timings_ms
-        found["transfer"] = moved | {"transport": transport}
+        found["transfer"] = asdict(completion.transfer)
+        for time in ("exposed", "span"):  # the one is in timings_ms, the other explains it
+            del found["transfer"][time]
     if logprobs:
         found["logprobs"] = [
             _logprobs(*pair) for pair in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -43,16 +41,22 @@ def as_json(
 
 
 def summary(completions: Sequence[Completion], seconds: float) -> str:
-    """Tokens a second, mean time to first token, and what was moved, of all prompts together."""
+    """Tokens a second, mean time to first token, and what was moved, of all prompts together.
+
+    Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.
+    """
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     waits = [c.timings.first_token for c in completions if c.timings is not None]
     known = [wait for wait in waits if wait is not None]
     moved = [c.transfer for c in completions if c.transfer is not None]
     first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
+    span = sum(stats.span or 0.0 for stats in moved)
+    exposed = sum(stats.exposed or 0.0 for stats in moved)
+    hidden = f", {100 * (1 - exposed / span):.0f} % of the transfer hidden" if span else ""
     return (
         f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"
         f" {sum(stats.bytes for stats in moved) / 1e6:.2f} MB moved in"
-        f" {sum(stats.writes for stats in moved)} writes"
+        f" {sum(stats.writes for stats in moved)} writes{hidden}"
     )
 
 

@@ -1,0 +1,132 @@
+"""Join the timelines of several processes, and draw them, for those without a trace viewer.
+
+    python -m disagg.trace out.json out.prefiller.json --picture timeline.svg -o merged.json
+
+Times are shifted to the first file's clock: that of a decoder, which has measured how far those of
+its prefillers are behind (by the travel of a heartbeat on one host). Others are taken as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from disagg.trace import Event, Timeline
+
+#: Larger than any process id, so that processes of two hosts stay apart.
+MAX_PID = 1 << 22
+
+Colour = str | tuple[float, float, float, float]
+
+#: Of spans that are no layer's, by name or by track.
+COLOURS = {
+    "steps": "tab:blue",
+    "step with prefill": "tab:orange",
+    "KV transfer": "tab:green",
+    "queued": "lightgrey",
+    "prefill": "moccasin",
+    "decode": "lightsteelblue",
+    "tail": "tab:red",
+    "norm, sampling": "grey",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command; ends with code 2 and one line if a file is not what it should be."""
+    parser = argparse.ArgumentParser(prog="python -m disagg.trace")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="what --trace wrote")
+    parser.add_argument("-o", type=Path, metavar="FILE", help="write all of them as one file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
+    flags = parser.parse_args(arguments)
+    try:
+        merged = merge([read(path) for path in flags.files])
+        if flags.o is not None:
+            flags.o.write_bytes(msgspec.json.encode(merged))
+        if flags.picture is not None:
+            draw(merged).savefig(flags.picture)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+def read(path: Path) -> Timeline:
+    """A trace file. ValueError if it is none, OSError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Timeline)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a file that --trace wrote: {error}") from error
+
+
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """All events on the clock of the first, as far as it knows the others'."""
+    first, events = timelines[0], []
+    for number, timeline in enumerate(timelines):
+        lag = first.other_data.get(f"clock lag of {timeline.other_data.get('epoch')}", 0.0)
+        for event in timeline.trace_events:
+            pid, ts = event.pid + number * MAX_PID, event.ts + float(lag) * 1e6
+            events.append(msgspec.structs.replace(event, pid=pid, ts=ts))
+    return Timeline(trace_events=events, other_data=first.other_data)
+
+
+def draw(timeline: Timeline) -> Figure:
+    """Rows of tracks over milliseconds. ValueError if there is nothing to draw."""
+    spans = [event for event in timeline.trace_events if event.ph == "X"]
+    writers = {event.pid for event in spans if event.cat == "layer writes"}
+    rows: dict[tuple[bool, int, str], list[Event]] = {}
+    for event in spans:
+        # Layers where they are written from, whole steps elsewhere.
+        if event.cat not in ("prefills", "steps" if event.pid in writers else "forward"):
+            rows.setdefault((event.pid not in writers, event.pid, event.cat), []).append(event)
+    if not rows:
+        raise ValueError("the trace holds no spans; expected some, got a process without work")
+    figure = Figure(figsize=(11, 1.6 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xmargin=0.01)
+    start, last = min(event.ts for event in spans), max(map(_layer, spans))
+    looks: dict[str, Colour] = {}
+    for row, key in enumerate(sorted(rows)):
+        lanes = sorted({event.tid for event in rows[key]})
+        for event in rows[key]:
+            label, colour = _look(event, last)
+            looks[label] = colour
+            height = 0.8 / len(lanes)
+            axes.barh(
+                row - 0.4 + (lanes.index(event.tid) + 0.5) * height,
+                event.dur / 1e3,
+                left=(event.ts - start) / 1e3,
+                height=height,
+                color=colour,
+                # Makes short spans wide enough to be seen, and tells steps from each other.
+                edgecolor="white" if event.cat == "steps" else colour,
+                linewidth=0.6,
+            )
+    names = {e.pid: e.args["name"] for e in timeline.trace_events if e.name == "process_name"}
+    axes.set_yticks(
+        range(len(rows)), [f"{names.get(pid, pid)}: {cat}" for _, pid, cat in sorted(rows)]
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("time (ms)")
+    axes.set_title("KV leaves layer by layer while the next layers are computed")
+    shown = [look for look in looks if look not in {f"layer {n}" for n in range(1, last)}]
+    patches = [Patch(color=looks[look], label=look) for look in shown]
+    figure.legend(handles=patches, ncols=5, loc="outside lower center")
+    return figure
+
+
+def _layer(event: Event) -> int:
+    word, _, number = event.name.partition(" ")
+    return int(number) if word == "layer" and number.isdecimal() else -1
+
+
+def _look(event: Event, last_layer: int) -> tuple[str, Colour]:
+    """What the legend calls a span, and its colour."""
+    if (layer := _layer(event)) >= 0:
+        return event.name, colormaps["viridis"](layer / max(1, last_layer))
+    label = next((kind for kind in (event.name, event.cat) if kind in COLOURS), "norm, sampling")
+    if event.cat == "steps" and event.args.get("largest") != 1:
+        label = "step with prefill"
+    return label, COLOURS[label]
