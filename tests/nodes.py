@@ -26,7 +26,7 @@ from disagg.request import FinishReason, Request, SamplingParams
 from disagg.serve.handle import RequestHandle
 from disagg.serve.node import Node, NodeConfig
 from disagg.transfer.interface import TransferEngine
-from disagg.transfer.shm import ShmTransferEngine
+from tests.engines import shm_engine
 
 DEADLINE_SECONDS = 30.0
 
@@ -94,7 +94,7 @@ class HeldNode(Node):
         config: NodeConfig,
         *,
         before_layer: Callable[[int], None] = lambda layer: None,
-        make_transfer: Callable[[], TransferEngine] = ShmTransferEngine,
+        make_transfer: Callable[[], TransferEngine] = shm_engine,
     ) -> None:
         self.before_layer = before_layer
         self.make_transfer = make_transfer

@@ -8,6 +8,7 @@ test   --"balance"-->           child: a HeldNode
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from disagg.transfer.shm import ShmTransferEngine
+from tests.engines import in_halves, shm_engine
 from tests.nodes import DEADLINE_SECONDS, HeldNode, balance_of, node_config, wait_until
 
 
@@ -30,26 +31,6 @@ class Moment:
     step: int = -1
     layer: int = -1
     copy: int = -1
-
-
-class StoppingShm(ShmTransferEngine):
-    """Calls `inside` in the middle of copy number `at`, which holds the peer's lease."""
-
-    def __init__(self, at, inside):
-        super().__init__()
-        self.at = at
-        self.inside = inside
-        self.num_copies = 0
-
-    def _copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
-        for part in (slice(half), slice(half, None)):
-            super()._copy(
-                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
-            )
-            if self.num_copies == self.at:
-                self.inside()
-            self.num_copies += 0 if part.stop == half else 1
 
 
 def main(pipe: Connection, folder: Path, settings: dict[str, Any], moment: Moment) -> None:
@@ -63,12 +44,14 @@ def main(pipe: Connection, folder: Path, settings: dict[str, Any], moment: Momen
         if layer == node.model_config.num_layers:
             calls[0] += 1
 
-    def inside():
-        transfer.at = -1
-        pipe.send("held")
-        signal.raise_signal(signal.SIGSTOP)  # sent to this very thread, so it goes no further
+    copies = itertools.count()
 
-    transfer = StoppingShm(moment.copy, inside)
+    def inside():  # a copy that holds the peer's lease
+        if next(copies) == moment.copy:
+            pipe.send("held")
+            signal.raise_signal(signal.SIGSTOP)  # sent to this very thread, so it goes no further
+
+    transfer = shm_engine(in_halves(inside))
     node = HeldNode(
         node_config(folder, **settings), before_layer=before_layer, make_transfer=lambda: transfer
     )

@@ -91,9 +91,8 @@ TESTED_IN = {
     "disagg.transfer.sockets": "test_control",
     "disagg.transfer.page_copy": "test_shm",
     "disagg.transfer.queued_engine": "test_transfer_conformance",
-    "disagg.transfer.shm_link": "test_shm",
     "disagg.transfer.tcp_frames": "test_tcp",
-    "disagg.transfer.tcp_link": "test_tcp",
+    "disagg.transfer.wire": "test_control",
 }
 
 #: Calls that may stand at module level: what they make does not change.

@@ -3,22 +3,22 @@
 import contextlib
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
-from disagg.transfer import shm_link
-from disagg.transfer.auto import TRANSPORTS, AutoTransferEngine, make_engine
+from disagg.transfer import shm
+from disagg.transfer.auto import TRANSPORTS, make_engine
 from disagg.transfer.interface import PeerFenced, PeerLost
-from disagg.transfer.shm import ShmTransferEngine
-from disagg.transfer.shm_link import ShmLink, host_identity
-from disagg.transfer.tcp import TcpTransferEngine
-from disagg.transfer.tcp_link import TcpLink
+from disagg.transfer.shm import ShmLink, host_identity
+from disagg.transfer.tcp import TcpLink
+from tests.engines import auto_engine
 from tests.test_transfer_conformance import Node, World
 
 
 @pytest.fixture
 def world():
-    with contextlib.closing(World(AutoTransferEngine)) as world:
+    with contextlib.closing(World(auto_engine)) as world:
         yield world
 
 
@@ -61,7 +61,7 @@ def test_both_sides_choose_the_first_that_both_have(world, dialling, listening, 
 
 def test_different_hosts_choose_tcp(world, monkeypatch):
     hosts = map(str, itertools.count())
-    monkeypatch.setattr(shm_link, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(shm, "host_identity", lambda: next(hosts))
     assert kind_of_link(world, node(world, "auto"), node(world, "auto")) is TcpLink
 
 
@@ -90,18 +90,22 @@ def test_the_host_identity_is_of_host_network_and_user(monkeypatch):
 
 
 def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
-    """Neither a Unix listener nor a token that still opens the door."""
-    kinds = kind_of_link(world, node(world, "auto"), node(world, "auto"))
-    assert kinds is ShmLink
+    """Neither a Unix socket nor a key that still opens the door."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    dialler, listener = node(world, "auto"), node(world, "tcp")
+    assert kind_of_link(world, dialler, listener) is TcpLink
     for each in world.nodes:
-        assert each.engine._media[1]._links == {}
+        (connection,) = each.engine._control._connections.values()
+        assert connection.key == b""
         assert len(each.engine._peers) == 1
+    # Of each: memory and its mapping, epoll, eventfd, two connections; and one listener.
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2 * 6 + 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_has_an_engine_and_no_other_name_has(transport):
-    wanted = {"auto": AutoTransferEngine, "shm": ShmTransferEngine, "tcp": TcpTransferEngine}
+    wanted = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"]}
     with contextlib.closing(make_engine(transport)) as engine:
-        assert type(engine) is wanted[transport]
+        assert [medium.name for medium in engine._media] == wanted[transport]
     with pytest.raises(ValueError, match=r"expected one of auto, shm, tcp, got 'rdma'"):
         make_engine("rdma")

@@ -16,8 +16,12 @@ from disagg.serve import check as check_module
 from disagg.serve.check import check
 from disagg.serve.exits import UsageError
 from disagg.serve.node import NodeError
-from disagg.transfer.auto import TRANSPORTS, AutoTransferEngine
+from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import MessageReceived
+from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import ShmMedium
+from disagg.transfer.tcp import TcpMedium
+from tests.engines import auto_engine
 from tests.nodes import HeldNode, Oracle, ask, node_config, pair, prompt_of, tokens_of
 from tests.prefiller_process import prefiller_process
 from tests.protocol_world import IDENTITY
@@ -63,7 +67,7 @@ def failure(outcome):
 
 
 @contextlib.contextmanager
-def node(model, make_transfer=AutoTransferEngine):
+def node(model, make_transfer=auto_engine):
     with HeldNode(node_config(model, listen=LISTEN), make_transfer=make_transfer) as started:
         yield started
 
@@ -94,8 +98,8 @@ def test_a_prefiller_that_serves_goes_on_serving(look, model):
     prompts = [prompt_of(40, seed) for seed in range(12)]
     with pair(
         model,
-        hold_prefiller={"make_transfer": AutoTransferEngine},
-        hold_decoder={"make_transfer": AutoTransferEngine},
+        hold_prefiller={"make_transfer": auto_engine},
+        hold_decoder={"make_transfer": auto_engine},
     ) as nodes:
         outcomes = []
         thread = threading.Thread(
@@ -130,11 +134,11 @@ def test_prompts_are_refused():
 # --- Prefillers that do wrong ---
 
 
-class Wrong(AutoTransferEngine):
+class Wrong(QueuedEngine):
     """Writes pages in a wrong way; `do` gets and returns the arguments after the region."""
 
     def __init__(self, do):
-        super().__init__()
+        super().__init__([ShmMedium(), TcpMedium()])
         self.do = do
 
     def write_pages(self, peer, src, dst, *writes):
@@ -250,7 +254,7 @@ def test_a_prefiller_that_still_loads_is_not_reached_yet(look, model):
     with socket.socket() as unused:
         unused.bind(LISTEN)
         where = unused.getsockname()
-    with Loading(node_config(model, listen=where), make_transfer=AutoTransferEngine):
+    with Loading(node_config(model, listen=where), make_transfer=auto_engine):
         for text in (failure(seen[0]), seen[1]):
             assert (
                 "Connection refused; check host and port, and that the node there has said" in text
@@ -336,7 +340,7 @@ def node_that_says(*answers):
                         engine.send(event.peer, answer)
 
     stop = threading.Event()
-    with AutoTransferEngine() as engine:
+    with auto_engine() as engine:
         where = engine.listen(*LISTEN)
         thread = threading.Thread(target=serve)
         thread.start()

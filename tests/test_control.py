@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.transfer import control as control_module
-from disagg.transfer.control import MAX_MESSAGE_BYTES, Control, Lost, Opened
+from disagg.transfer.control import MAX_MESSAGE_BYTES, Lost, Opened
 from disagg.transfer.interface import MessageReceived, TransferError
 from disagg.transfer.opening import Opening, encode_opening
+from disagg.transfer.wire import READ_BYTES
+from tests.engines import OpeningControl
 
 DEADLINE_SECONDS = 10.0
 
@@ -28,10 +30,10 @@ class Clock:
 
 
 def make_control(transport="test", clock=time.monotonic, opening_timeout=5.0):
-    return Control(
+    return OpeningControl(
+        lambda: {transport: b"info"},
         transports=[transport, "spare"],
         epoch=42,
-        make_offers=lambda peer, outgoing: {transport: b"info %d %d" % (peer, outgoing)},
         clock=clock,
         opening_timeout=opening_timeout,
     )
@@ -86,8 +88,8 @@ def test_openings_carry_epoch_and_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == [Opened(peer=1, epoch=42, offers={"test": b"info 1 0"})]
-    assert other == [Opened(peer=1, epoch=42, offers={"test": b"info 1 1"})]
+    assert mine == [Opened(peer=1, epoch=42, offers={"test": b"info"})]
+    assert other == [Opened(peer=1, epoch=42, offers={"test": b"info"})]
     tcp = ours._connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -348,7 +350,7 @@ def test_a_stranger_cannot_make_us_hold_more_than_a_frame(ours):
                 stranger.send(frame(b"m" * 65536))
             ours.poll(0)
         held = ours._connections[1].received
-        assert len(held) <= control_module.READ_BYTES + control_module.MAX_OPENING_BYTES
+        assert len(held) <= READ_BYTES + control_module.MAX_OPENING_BYTES
 
 
 def test_a_peer_that_never_reads_is_lost_before_it_eats_the_memory(ours, theirs):

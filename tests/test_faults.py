@@ -14,7 +14,9 @@ import pytest
 from disagg.request import FinishReason
 from disagg.serve.node import NodeError
 from disagg.transfer.interface import TransferError
-from disagg.transfer.shm import ShmTransferEngine
+from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import ShmMedium
+from tests.engines import in_halves
 from tests.nodes import (
     DEADLINE_SECONDS,
     HeldNode,
@@ -93,13 +95,12 @@ class LayerGate(Gate):
         self._steps += layer == NUM_LAYERS
 
 
-class HeldShm(ShmTransferEngine):
+class HeldShm(QueuedEngine):
     """Calls `before_poll`, `inside` in the middle of each copy, `on_write` before each write."""
 
     def __init__(self, *, before_poll=None, inside=None, on_write=None):
-        super().__init__()
+        super().__init__([ShmMedium(in_halves(inside or (lambda: None)))])
         self.before_poll = before_poll or (lambda: None)
-        self.inside = inside or (lambda: None)
         self.on_write = on_write or (lambda: None)
 
     def poll(self, timeout):
@@ -109,15 +110,6 @@ class HeldShm(ShmTransferEngine):
     def write_pages(self, *arguments):
         self.on_write()
         return super().write_pages(*arguments)
-
-    def _copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
-        for part in (slice(half), slice(half, None)):
-            super()._copy(
-                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
-            )
-            if part.stop is not None:
-                self.inside()
 
 
 def is_cancelled(handle):

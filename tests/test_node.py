@@ -15,8 +15,7 @@ from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
 from disagg.serve.node import Node, NodeError
 from disagg.serve.tokenizer import Tokenizer
-from disagg.transfer.auto import AutoTransferEngine
-from disagg.transfer.tcp import TcpTransferEngine
+from tests.engines import auto_engine, tcp_engine
 from tests.nodes import HeldNode, Oracle, P, ask, node_config, pair, prompt_of, tokens_of
 from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
 
@@ -67,7 +66,7 @@ def test_mixed_requests_at_once(model, oracle, budget):
         nodes.wait_for_balance()
 
 
-@pytest.mark.parametrize("make_transfer", [TcpTransferEngine, AutoTransferEngine])
+@pytest.mark.parametrize("make_transfer", [tcp_engine, auto_engine])
 def test_other_transports(model, oracle, make_transfer):
     wanted = [(prompt_of(n, seed=3), MAX_TOKENS) for n in (1, 2, P + 1, 40, 60)]
     hold = {"make_transfer": make_transfer}

@@ -1,7 +1,6 @@
 """What only tcp has: its frames, its data connections, and peers that lie on either."""
 
 import contextlib
-import secrets
 import socket
 import struct
 import time
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Control, Lost, Opened
+from disagg.transfer.control import KEY_BYTES, MAX_OPENING_CONNECTIONS, Lost, Opened
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -22,9 +21,10 @@ from disagg.transfer.interface import (
     WritesDone,
 )
 from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.tcp import TcpTransferEngine
+from disagg.transfer.tcp import CALL_BYTES, send_buffers
 from disagg.transfer.tcp_frames import FRAME_BYTES, HEADER, MAX_FRAME_WRITES
-from disagg.transfer.tcp_link import CALL_BYTES, TOKEN_BYTES
+from disagg.transfer.wire import framed
+from tests.engines import OpeningControl, tcp_engine
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,
     KIB,
@@ -38,7 +38,7 @@ from tests.test_transfer_conformance import (
 
 @pytest.fixture
 def world():
-    with contextlib.closing(World(TcpTransferEngine)) as world:
+    with contextlib.closing(World(tcp_engine)) as world:
         yield world
 
 
@@ -53,16 +53,12 @@ def make_buffers_small(node, peer):
         data.setsockopt(socket.SOL_SOCKET, option, nbytes)
 
 
-class ChoppyTcp(TcpTransferEngine):
+def choppy_tcp(most):
     """Its kernel takes a few bytes at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = np.random.default_rng(3)
-        self.most = 64
-
-    def _send(self, data, buffers):
-        return super()._send(data, [b"".join(buffers)[: self.rng.integers(1, self.most)]])
+    rng = np.random.default_rng(3)
+    return tcp_engine(
+        lambda data, buffers: send_buffers(data, [b"".join(buffers)[: rng.integers(1, most)]])
+    )
 
 
 def write_all(writer, there, owner, page, imm=1):
@@ -93,13 +89,12 @@ def write_all(writer, there, owner, page, imm=1):
 )
 def test_frames_cut_anywhere_arrive_whole(nbytes, page, most):
     """In the header, in the offsets, inside and between pages."""
-    with contextlib.closing(World(ChoppyTcp)) as world:
-        cut_frames(world, nbytes, page, most)
+    with contextlib.closing(World(lambda: choppy_tcp(most))) as world:
+        cut_frames(world, nbytes, page)
 
 
-def cut_frames(world, nbytes, page, most):
+def cut_frames(world, nbytes, page):
     writer, owner = world.node(nbytes), world.node(nbytes)
-    writer.engine.most = most
     there, back = world.connect(writer, owner)
     writer.bytes[:] = noise(nbytes)
     count = nbytes // page
@@ -124,20 +119,14 @@ def test_memory_needs_no_descriptor(world):
     assert owner.bytes.sum() == 9 * 64
 
 
-class BottomlessTcp(TcpTransferEngine):
-    """Its kernel takes everything at once and loses it; notes who was sent how much."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-
-    def _send(self, data, buffers):
-        self.sent.append((data, sum(buffer.nbytes for buffer in buffers)))
-        return self.sent[-1][1]
-
-
 def test_one_poll_sends_a_bounded_amount_and_peers_take_turns():
-    with contextlib.closing(World(BottomlessTcp)) as world:
+    sent = []
+
+    def send(data, buffers):  # a kernel that takes everything at once and loses it
+        sent.append((data, sum(buffer.nbytes for buffer in buffers)))
+        return sent[-1][1]
+
+    with contextlib.closing(World(lambda: tcp_engine(send))) as world:
         writer = world.node(3 * FRAME_BYTES)
         owners = [world.node(3 * FRAME_BYTES) for _ in range(2)]
         peers = [world.connect(writer, owner)[0] for owner in owners]
@@ -146,8 +135,8 @@ def test_one_poll_sends_a_bounded_amount_and_peers_take_turns():
             write_all(writer, there, owner, 64 * KIB)
         turns = []
         while len(writer.ended) < 2:
+            sent.clear()
             writer.poll(5.0)  # has something to do, so it does not wait
-            sent, writer.engine.sent = writer.engine.sent, []
             turns.append({data for data, _ in sent})
             assert sum(nbytes for _, nbytes in sent) < FRAME_BYTES + 16 * KIB
         assert turns == [{link_of(writer, there)._data} for there in peers] * 3
@@ -282,13 +271,10 @@ class Impostor:
     """Opens like tcp, then says on the data connection whatever a test wants."""
 
     def __init__(self):
-        self.token = secrets.token_bytes(TOKEN_BYTES)
-        self.offer = lambda: msgspec.msgpack.encode([self.token, None, [4096]])
-        self.control = Control(
-            transports=["tcp"], epoch=5, make_offers=lambda *_: {"tcp": self.offer()}
-        )
+        self.offer = lambda: msgspec.msgpack.encode([None, [4096]])
+        self.control = OpeningControl(lambda: {"tcp": self.offer()}, transports=["tcp"], epoch=5)
         self.data = socket.socket()
-        self.their_token, self.port, self.messages, self.lost = b"", None, [], []
+        self.their_key, self.messages, self.lost = b"", [], []
 
     def run(self, node, until):
         end = time.monotonic() + DEADLINE_SECONDS
@@ -298,25 +284,30 @@ class Impostor:
             for event in self.control.poll(0.001):
                 match event:
                     case Opened(offers=offers):
-                        self.their_token, self.port, _ = msgspec.msgpack.decode(offers["tcp"])
+                        self.their_key, _ = msgspec.msgpack.decode(offers["tcp"])
                         self.control.ready(event.peer)
                     case MessageReceived(data=data):
                         self.messages.append(data)
                     case Lost(why=why):
                         self.lost.append(why)
 
-    def dial(self, victim, token=None, regions=(4096,)):
-        """Both connections, and the token, unless another is wanted."""
-        self.offer = lambda: msgspec.msgpack.encode([self.token, None, list(regions)])
-        self.address = victim.engine.listen("127.0.0.1", 0)
-        self.control.connect(*self.address)
-        self.run(victim, lambda: self.port is not None)
-        self.data.connect((self.address[0], self.port))
-        self.data.sendall(self.their_token if token is None else token)
+    def dial(self, victim, key=None, regions=(4096,)):
+        """Both connections, and the key, unless another is wanted."""
+        self.offer = lambda: msgspec.msgpack.encode([None, list(regions)])
+        address = victim.engine.listen("127.0.0.1", 0)
+        self.control.connect(*address)
+        self.run(victim, lambda: self.their_key)
+        self.data.connect(address)
+        self.data.sendall(joining(self.their_key) if key is None else key)
 
     def close(self):
         self.control.close()
         self.data.close()
+
+
+def joining(key):
+    """How a data connection begins."""
+    return framed(encode_opening(key))
 
 
 @pytest.fixture
@@ -339,13 +330,13 @@ def frame(offsets, payload=b"", *, region=0, imm=1, count=None, write_bytes=8):
 def fate(world, impostor, node):
     """Why the node lost the impostor; it was never announced, so only the control knows."""
     reasons = []
-    close_peer = node.engine._control.close_peer
+    lose = node.engine._control._lose
 
-    def spy(peer, why):
+    def spy(connection, why):
         reasons.append(why)
-        close_peer(peer, why)
+        lose(connection, why)
 
-    node.engine._control.close_peer = spy
+    node.engine._control._lose = spy
     impostor.run(node, lambda: not node.engine._peers)
     assert node.events == []
     return reasons[0]
@@ -415,7 +406,7 @@ def test_the_end_of_the_stream_inside_a_frame(world, impostor, cut):
     )
 )
 def test_no_bytes_make_poll_raise_or_land_outside(data):
-    with contextlib.closing(World(TcpTransferEngine)) as world:
+    with contextlib.closing(World(tcp_engine)) as world:
         with contextlib.closing(Impostor()) as impostor:
             node = world.node(4096)
             impostor.dial(node)
@@ -428,10 +419,10 @@ def test_no_bytes_make_poll_raise_or_land_outside(data):
 
 
 @settings(max_examples=30, deadline=None)
-@given(info=st.one_of(st.binary(max_size=40), st.just(msgspec.msgpack.encode([b"x", 0, [-1]]))))
+@given(info=st.one_of(st.binary(max_size=40), st.just(msgspec.msgpack.encode([b"x", [-1]]))))
 def test_no_opening_makes_poll_raise(info):
     """Whoever of the two dials."""
-    with contextlib.closing(World(TcpTransferEngine)) as world:
+    with contextlib.closing(World(tcp_engine)) as world:
         with contextlib.closing(Impostor()) as impostor:
             impostor.offer = lambda: info
             node = world.node(4096)
@@ -442,76 +433,95 @@ def test_no_opening_makes_poll_raise(info):
                 impostor.control.poll(0)
 
 
-@pytest.mark.parametrize("token", [b"0" * TOKEN_BYTES, b"short", b""])
-def test_a_data_connection_without_the_token_is_closed_in_time(world, impostor, token):
+@pytest.mark.parametrize("key", [joining(b"0" * KEY_BYTES), joining(b""), b"\x10\0\0\0short", b""])
+def test_a_data_connection_without_the_key_is_closed_in_time(world, impostor, key):
     """A wrong one at once, the others at the deadline, which also ends the control connection."""
     node = world.node(opening_timeout=0.3)
-    impostor.dial(node, token=token)
+    impostor.dial(node, key=key)
     world.run(lambda: was_closed(impostor.data))
-    assert len(node.engine._peers) == (token == b"0" * TOKEN_BYTES)
+    assert len(node.engine._peers) == (len(key) > 10)
     impostor.run(node, lambda: impostor.lost)
     assert not node.engine._peers
     assert node.events == []
 
 
+def test_a_key_opens_once(world, impostor):
+    node = world.node(4096)
+    impostor.dial(node)
+    world.rounds(5)
+    with socket.create_connection(impostor.data.getpeername()) as second:
+        second.sendall(joining(impostor.their_key))
+        world.run(lambda: was_closed(second))
+    node.engine.expect(peer_of(node), 1, 1)
+    impostor.data.sendall(frame([0], b"x" * 8))
+    world.run(lambda: node.reached == [1])
+
+
 def test_silent_data_connections_disturb_nobody_and_are_bounded(world):
     node, honest = world.node(opening_timeout=30.0), world.node()
     node.address = node.engine.listen("127.0.0.1", 0)
-    address = node.engine._media[0]._listener.getsockname()
+    there, back = world.connect(honest, node)
     with contextlib.ExitStack() as stack:
         silent = []
         for _ in range(MAX_OPENING_CONNECTIONS + 5):
-            silent.append(stack.enter_context(socket.create_connection(address)))
+            silent.append(stack.enter_context(socket.create_connection(node.address)))
             node.poll(0.01)
-        world.run(lambda: all(was_closed(each) for each in silent[:5]))
-        there, back = world.connect(honest, node)
+        world.run(lambda: all(was_closed(each) for each in silent[-5:]))
         node.engine.expect(back, 1, 1)
         honest.engine.write(there, honest.region, 0, node.region.descriptor, 0, 8, 1)
         world.run(lambda: node.reached == [1])
-        assert not any(was_closed(each) for each in silent[10:])
+        assert not any(was_closed(each) for each in silent[:10])
 
 
-def test_a_token_may_come_before_the_opening_and_in_pieces(world):
-    """Two connections keep no order between them."""
+def test_a_key_may_come_in_pieces_and_with_a_frame(world):
     node = world.node(4096)
-    host, port = node.engine.listen("127.0.0.1", 0)
-    with socket.create_connection((host, port)) as control, socket.socket() as data:
+    address = node.engine.listen("127.0.0.1", 0)
+    with socket.create_connection(address) as control, socket.socket() as data:
+        ours = framed(encode_opening(Opening(5, {"tcp": msgspec.msgpack.encode([None, [8]])})))
+        control.sendall(ours + framed(b"hello"))
         world.rounds(3)
         control.settimeout(DEADLINE_SECONDS)
         (length,) = struct.unpack("<I", control.recv(4, socket.MSG_WAITALL))
         theirs = msgspec.msgpack.decode(control.recv(length, socket.MSG_WAITALL)[12:], type=Opening)
-        token, data_port, _ = msgspec.msgpack.decode(theirs.offers["tcp"])
-        data.connect((host, data_port))
-        for piece in (token[:5], token[5:], frame([0], b"x" * 8)[:30]):
+        key, _ = msgspec.msgpack.decode(theirs.offers["tcp"])
+        data.connect(address)
+        head = joining(key)
+        for piece in (head[:2], head[2:9], head[9:] + frame([0], b"x" * 8)[:30]):
             data.sendall(piece)
             world.rounds(5)
         peer = peer_of(node)
         node.engine.expect(peer, 1, 1)
-        ours = encode_opening(Opening(5, {"tcp": msgspec.msgpack.encode([b"", None, [8]])}))
-        hello = struct.pack("<I", 5) + b"hello"
-        control.sendall(struct.pack("<I", len(ours)) + ours + hello)
         world.run(lambda: node.of(MessageReceived))
         data.sendall(frame([0], b"x" * 8)[30:])
         world.run(lambda: node.reached == [1])
 
 
-@pytest.mark.parametrize(
-    ("port", "why"),
-    [
-        (None, "malformed opening of tcp: expected a port, got None"),
-        (0, "malformed opening of tcp: expected a port, got 0"),
-        (65536, "malformed opening of tcp: expected a port, got 65536"),
-        ("closed", "cannot reach the peer's port for data: Connection refused"),
-    ],
-)
-def test_a_data_port_that_does_not_answer(world, impostor, port, why):
+def test_who_is_called_must_give_a_key(world, impostor):
     node = world.node()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1] if port == "closed" else port
-        impostor.offer = lambda: msgspec.msgpack.encode([impostor.token, port, []])
-        peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
-        impostor.run(node, lambda: node.of(PeerFenced))
+    peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
+    impostor.run(node, lambda: node.of(PeerFenced))
     (lost,) = node.of(PeerLost)
-    assert lost.peer == peer
-    assert why in lost.why
+    assert lost == PeerLost(peer=peer, why="malformed opening of tcp: expected a key")
+
+
+def test_a_door_that_was_shut_meanwhile(world, impostor):
+    """The second connection to the same port is refused."""
+    node = world.node()
+    impostor.offer = lambda: msgspec.msgpack.encode([b"key", []])
+    host, port = impostor.control.listen("127.0.0.1", 0)
+    node.engine.connect(host, port)
+    while not impostor.control._connections:
+        impostor.control.poll(0.01)
+    impostor.control.waiter.close_socket(impostor.control._listener)
+    impostor.run(node, lambda: node.of(PeerFenced))
+    (lost,) = node.of(PeerLost)
+    assert lost.why.startswith(f"cannot connect to {host}:{port}: Connection refused; check")
+
+
+def test_a_note_is_nothing_that_tcp_knows(world, impostor):
+    node = world.node()
+    impostor.dial(node)
+    world.rounds(5)
+    (peer,) = impostor.control._connections
+    impostor.control.send_note(peer, b"note")
+    assert "a note of 4 bytes" in fate(world, impostor, node)

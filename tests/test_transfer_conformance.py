@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.auto import AutoTransferEngine
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -34,66 +33,36 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
-from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.shm import ShmTransferEngine
-from disagg.transfer.tcp import TcpTransferEngine
+from disagg.transfer.tcp import send_buffers
 from tests.adversarial import FakeTransfer, Network
+from tests.engines import auto_engine, in_halves, once, shm_engine, tcp_engine
 
 DEADLINE_SECONDS = 10.0
 KIB, MIB = 1 << 10, 1 << 20
 
 
-class InterruptedShm(ShmTransferEngine):
+def interrupted_shm(inside):
     """Calls `inside` once, in the middle of its first copy and inside the lease."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def _copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
-        super()._copy(
-            destination, source, page_bytes, destination_offsets[:half], source_offsets[:half]
-        )
-        inside, self.inside = self.inside, lambda: None
-        inside()
-        super()._copy(
-            destination, source, page_bytes, destination_offsets[half:], source_offsets[half:]
-        )
+    return shm_engine(in_halves(once(inside)))
 
 
-class InterruptedTcp(TcpTransferEngine):
+def interrupted_tcp(inside):
     """Calls `inside` once, after half of its first frame."""
+    inside = [inside]
 
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def _send(self, data, buffers):
-        if self.inside is None:
-            return super()._send(data, buffers)
-        sent = super()._send(data, buffers[: len(buffers) // 2])
-        inside, self.inside = self.inside, None
-        inside()
+    def send(data, buffers):
+        if not inside:
+            return send_buffers(data, buffers)
+        sent = send_buffers(data, buffers[: len(buffers) // 2])
+        inside.pop()()
         return sent
 
+    return tcp_engine(send)
 
-class InterruptedAuto(AutoTransferEngine):
+
+def interrupted_auto(inside):
     """Calls `inside` in the middle of its first copy: on one host, shm is the one that fits."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-        self._media[0]._copy = self.copy
-
-    def copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
-        for part in (slice(half), slice(half, None)):
-            copy_pages(
-                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
-            )
-            inside, self.inside = self.inside, lambda: None
-            inside()
+    return auto_engine(in_halves(once(inside)))
 
 
 class SteppingFake(FakeTransfer):
@@ -137,13 +106,13 @@ def start_fake():
 
 REAL_TRANSPORTS = {
     "shm": RealTransport(
-        start=lambda: ShmTransferEngine, interrupted=InterruptedShm, fences_stopped=False
+        start=lambda: shm_engine, interrupted=interrupted_shm, fences_stopped=False
     ),
     "tcp": RealTransport(
-        start=lambda: TcpTransferEngine, interrupted=InterruptedTcp, fences_stopped=True
+        start=lambda: tcp_engine, interrupted=interrupted_tcp, fences_stopped=True
     ),
     "auto": RealTransport(
-        start=lambda: AutoTransferEngine, interrupted=InterruptedAuto, fences_stopped=False
+        start=lambda: auto_engine, interrupted=interrupted_auto, fences_stopped=False
     ),
 }
 TRANSPORTS = {**REAL_TRANSPORTS, "fake": Transport(start=start_fake)}

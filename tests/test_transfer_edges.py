@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from disagg.transfer import shm_link
+from disagg.transfer import shm
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
-from disagg.transfer.shm import ShmTransferEngine
+from tests.engines import shm_engine
 from tests.nodes import HeldNode, node_config, wait_until
 from tests.test_transfer_conformance import World
 from tests.tiny_models import make_tiny_llama
@@ -24,7 +24,7 @@ from tests.tiny_models import make_tiny_llama
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with contextlib.closing(World(ShmTransferEngine)) as world:
+    with contextlib.closing(World(shm_engine)) as world:
         yield world
 
 
@@ -83,7 +83,7 @@ def test_a_region_that_cannot_be_mapped_leaks_no_descriptor():
     before = open_descriptors()
     for _ in range(10):
         with pytest.raises((OSError, ValueError)):
-            shm_link._map_region(fd, shm_link.Extent(size, 0, size))
+            shm._map_region(fd, shm.Extent(size, 0, size))
     assert open_descriptors() == before
     os.close(fd)
 
@@ -123,10 +123,11 @@ def test_a_stale_event_ends_no_link(world):
     dialer.engine.connect(*address)
 
     def links():
-        return [known.link for known in dialer.engine._peers.values() if known.link._unix]
+        return [known.link for known in dialer.engine._peers.values() if known.link.lease]
 
     wait_until(lambda: dialer.poll(0.001) or links() or owner.poll(0.001) or links(), seconds=5)
-    links()[0]._on_unix(1)  # "readable", with nothing to read
+    (link,) = links()
+    link.guard(link._meet)  # "readable", with nothing to read
     for _ in range(20):
         dialer.poll(0.001)
         owner.poll(0.001)
@@ -144,7 +145,7 @@ def test_a_connection_that_never_says_a_word_is_ended(world):
 def test_a_decoder_of_another_version_hears_ours(tmp_path):
     model = make_tiny_llama(tmp_path)
     config = node_config(model, listen=("127.0.0.1", 0))
-    with HeldNode(config) as node, ShmTransferEngine() as mine:
+    with HeldNode(config) as node, shm_engine() as mine:
         peer = mine.connect(*node.address)
         mine.send(peer, b"\x02Hello of tomorrow")
         seen: list[object] = []

@@ -7,30 +7,16 @@ auto <--> shm or tcp                  that one
 
 from __future__ import annotations
 
-from disagg.transfer.interface import TransferEngine
-from disagg.transfer.medium import Medium
 from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.shm import ShmMedium, ShmTransferEngine
-from disagg.transfer.tcp import TcpMedium, TcpTransferEngine
+from disagg.transfer.shm import ShmMedium
+from disagg.transfer.tcp import TcpMedium
 
-#: What `make_engine` knows.
-TRANSPORTS = ("auto", "shm", "tcp")
-
-
-class AutoTransferEngine(QueuedEngine):
-    """See `interface.py`. Memory needs a descriptor."""
-
-    def _make_media(self) -> list[Medium]:
-        return [ShmMedium(), TcpMedium()]
+#: What `make_engine` knows, each with its media, the best first.
+TRANSPORTS = {"auto": (ShmMedium, TcpMedium), "shm": (ShmMedium,), "tcp": (TcpMedium,)}
 
 
-def make_engine(transport: str) -> TransferEngine:
+def make_engine(transport: str) -> QueuedEngine:
     """The engine of one of `TRANSPORTS`. ValueError for another name."""
-    engines: dict[str, type[TransferEngine]] = {
-        "auto": AutoTransferEngine,
-        "shm": ShmTransferEngine,
-        "tcp": TcpTransferEngine,
-    }
-    if transport not in engines:
+    if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    return engines[transport]()
+    return QueuedEngine([medium() for medium in TRANSPORTS[transport]])

@@ -10,20 +10,19 @@ promised: an immediate is counted only after the bytes of its write are visible,
 write is counted exactly once. Messages to one peer keep their order among themselves.
 
 One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
-what `poll()` returns. Implementations: `shm.py` (same host), `tcp.py` (any two), `auto.py` (both).
-All pass `tests/test_transfer_conformance.py`.
+what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (same host), `tcp.py`
+(any two), or both. All pass `tests/test_transfer_conformance.py`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from disagg.kv_layout import Offsets
-from disagg.resource import Resource
 
 #: A connection. Numbers are never used twice by one engine, so a peer is also its epoch.
 Peer = int
@@ -111,30 +110,24 @@ class PeerFenced:
 Event = WritesDone | TransferFailed | ImmReached | MessageReceived | PeerLost | PeerFenced
 
 
-class TransferEngine(Resource):
+class TransferEngine(Protocol):
     """See the module's docstring. Offsets and sizes are bytes; an `imm` is a u32 in host order."""
 
-    @abstractmethod
     def register(self, memory: Memory) -> MemoryRegion:
         """Make memory writable by peers and readable for writes. Before `listen` and `connect`."""
 
-    @abstractmethod
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
 
-    @abstractmethod
     def connect(self, host: str, port: int) -> Peer:
         """Start a connection and return at once; messages wait. It fails with a `PeerLost`."""
 
-    @abstractmethod
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
 
-    @abstractmethod
     def transport_to(self, peer: Peer) -> str:
         """What writes to an open peer travel by, as `--transport` names it."""
 
-    @abstractmethod
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
 
@@ -156,7 +149,6 @@ class TransferEngine(Resource):
         sources, destinations = np.array([src_offset]), np.array([dst_offset])
         return self.write_pages(peer, src, dst, nbytes, sources, destinations, imm)
 
-    @abstractmethod
     def write_pages(
         self,
         peer: Peer,
@@ -172,7 +164,6 @@ class TransferEngine(Resource):
         Errors as for `write`; then none of the writes was posted.
         """
 
-    @abstractmethod
     def expect(self, peer: Peer, imm: int, count: int) -> None:
         """Count arrivals of `imm` from `peer` alone and report the `count`-th with `ImmReached`.
 
@@ -180,15 +171,12 @@ class TransferEngine(Resource):
         larger than every one before it (an imm is never used twice). ValueError for count 0.
         """
 
-    @abstractmethod
     def lower(self, imm: int, count: int) -> None:
         """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there."""
 
-    @abstractmethod
     def forget(self, imm: int) -> None:
         """Stop counting; later arrivals are dropped. Unknown: no-op."""
 
-    @abstractmethod
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
         """Drop the writes of these tickets that were not yet handed to the medium; never waits.
 
@@ -198,17 +186,14 @@ class TransferEngine(Resource):
         `WritesDone`, unless a posted one failed.
         """
 
-    @abstractmethod
     def poll(self, timeout: float) -> list[Event]:
         """Move what can be moved, a bounded amount, and return what happened.
 
         Waits up to `timeout` seconds if there is nothing to do; `wake()` ends the wait.
         """
 
-    @abstractmethod
     def wake(self) -> None:
         """End the `poll` that waits now, or the next one. From any thread."""
 
-    @abstractmethod
     def close(self) -> None:
         """Close every connection and registration. May be called twice."""

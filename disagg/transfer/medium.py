@@ -1,6 +1,6 @@
 """What a queued engine needs of whatever moves the bytes: a medium, and of it a link for each peer.
 
-    Medium      once an engine: memory, listening            name: how the opening calls it
+    Medium      once an engine: its memory                   name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
                 post() ... post(), take_ended() ... take_arrivals(), close()
@@ -86,10 +86,6 @@ class Link(ABC):
         self.ended: list[WritesDone] = []
         self.region_bytes: list[int] = []
 
-    def fits(self, info: bytes) -> bool:
-        """Whether a peer with this opening can be reached; asked if there is another way."""
-        return bool(info)
-
     @abstractmethod
     def start(self, info: bytes) -> None:
         """The peer's opening is here: build the path, then `control.ready`. Called by `guard`."""
@@ -102,18 +98,21 @@ class Link(ABC):
     def post(self) -> None:
         """Move a bounded amount. Jobs whose writes are all out leave `jobs`."""
 
-    @abstractmethod
     def end(self, ticket: Ticket) -> None:
-        """A job was taken out of the queue: end its ticket after what is out already."""
+        """A job is out, or was taken out of the queue: end its ticket after what is out already."""
+        self.ended.append(WritesDone(ticket=ticket))
 
     def take_ended(self) -> list[WritesDone]:
         """Tickets whose posted writes read their source no more, each returned once."""
         ended, self.ended = self.ended, []
         return ended
 
-    @abstractmethod
-    def take_arrivals(self) -> None:
-        """The connection ended: count what the peer wrote before."""
+    def take_note(self, data: bytes) -> None:
+        """What the peer's link said by `control.send_note`. Called by `guard`."""
+        raise LinkError(f"a note of {len(data)} bytes, which this transport does not know")
+
+    def take_arrivals(self) -> None:  # noqa: B027  (most have nothing to read)
+        """The connection ended: count what the peer wrote before, if there is more to read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,20 +142,12 @@ class Medium(ABC):
         """One more region; `view` is its bytes. TransferError if it cannot be reached this way."""
 
     @abstractmethod
-    def listen(self, control: Control, host: str) -> None:
-        """The engine listens on `host`. TransferError."""
-
-    @abstractmethod
     def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
-        """A link for a new connection. `arrived` is called from the control's `poll`."""
+        """A link for a new connection. `arrived` is called from the control's `poll`. OSError."""
 
-    @abstractmethod
-    def look(self, control: Control) -> None:
-        """Called in each `poll`, for what has a deadline."""
-
-    @abstractmethod
-    def close(self, control: Control) -> None:
-        """Drop all memory. May be called twice."""
+    def fits(self, info: bytes) -> bool:
+        """Whether a peer with this opening can be reached; asked if there is another way."""
+        return bool(info)
 
 
 def decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:

@@ -1,7 +1,8 @@
 """All of a transfer engine but the moving of bytes: regions, tickets, jobs of each peer.
 
     write_pages --> jobs of a peer --turns--> link.post --> link.take_ended --> WritesDone
-    Opened --> the first medium that fits --> link.start --> control.ready
+    connect --> a link of each medium --> Opened: the one that was chosen --> link.start
+    called  --> Opened --> a link of the first medium that fits -----------> link.start
     Lost --> link.close --> PeerLost --> its lease, if it has one, is free --> PeerFenced
 
 What moves bytes is a medium (`medium.py`), messages and waiting are `control.py`. Peers take turns:
@@ -13,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,15 @@ import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
+from disagg.resource import Resource
 from disagg.transfer.bounds import check_offsets, check_pages
-from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Control, Lost, Opened
+from disagg.transfer.control import (
+    OPENING_TIMEOUT_SECONDS,
+    Control,
+    Lost,
+    NoteReceived,
+    Opened,
+)
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import (
     Event,
@@ -39,6 +46,7 @@ from disagg.transfer.interface import (
 )
 from disagg.transfer.lease import FENCE_INTERVAL_SECONDS, Fences
 from disagg.transfer.medium import MAX_REGIONS, Bytes, Job, Link, Medium
+from disagg.transfer.sockets import reason_of
 
 
 class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -50,7 +58,7 @@ class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, f
 
 @dataclass(kw_only=True)
 class _Peer:
-    """`links`: one for each medium until the peer's opening is here, then the chosen one."""
+    """`links`: one for each medium that was offered, then the chosen one."""
 
     links: dict[str, Link]
     epoch: int = 0
@@ -60,21 +68,22 @@ class _Peer:
         return next(iter(self.links.values()))
 
 
-class QueuedEngine(TransferEngine):
-    """See `interface.py`. `clock` counts seconds; it times openings and the looks at a fence."""
+class QueuedEngine(TransferEngine, Resource):
+    """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
+    engines. `clock` counts seconds; it times openings and the looks at a fence."""
 
     def __init__(
         self,
+        media: Sequence[Medium],
         *,
         clock: Callable[[], float] = time.monotonic,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
         self._epoch = secrets.randbits(64)
-        self._media = self._make_media()
+        self._media = media
         self._control = Control(
-            transports=[medium.name for medium in self._media],
+            transports=[medium.name for medium in media],
             epoch=self._epoch,
-            make_offers=self._make_links,
             clock=clock,
             opening_timeout=opening_timeout,
         )
@@ -87,10 +96,6 @@ class QueuedEngine(TransferEngine):
         self._fences = Fences(clock)
         self._announced: set[Peer] = set()  # lost and said so, not fenced yet
         self._events: list[Event] = []
-
-    @abstractmethod
-    def _make_media(self) -> list[Medium]:
-        """Ways to move bytes, in order of preference, which is the same in all engines."""
 
     def register(self, memory: Memory) -> MemoryRegion:
         if self._started or len(self._views) == MAX_REGIONS:
@@ -107,14 +112,13 @@ class QueuedEngine(TransferEngine):
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         self._started = True
-        bound = self._control.listen(host, port)
-        for medium in self._media:
-            medium.listen(self._control, host)
-        return bound
+        return self._control.listen(host, port)
 
     def connect(self, host: str, port: int) -> Peer:
         self._started = True
-        return self._control.connect(host, port)
+        peer = self._control.connect(host, port)
+        self._offer(peer, self._media, outgoing=True)
+        return peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
         self._control.close_peer(peer, why)
@@ -185,8 +189,6 @@ class QueuedEngine(TransferEngine):
             for end in known.link.take_ended():
                 del self._open[end.ticket]
                 self._events.append(end)
-        for medium in self._media:
-            medium.look(self._control)
         self._fence(self._fences.look())
         self._take_reached()
         if self._events or any(known.link.can_post() for known in self._peers.values()):
@@ -194,12 +196,16 @@ class QueuedEngine(TransferEngine):
         elif self._fences:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
         for event in self._control.poll(timeout):
-            if isinstance(event, Opened):
-                self._on_opened(event)
-            elif isinstance(event, Lost):
-                self._on_lost(event)
-            else:
-                self._events.append(event)
+            match event:
+                case Opened():
+                    self._on_opened(event)
+                case NoteReceived():
+                    link = self._peers[event.peer].link
+                    link.guard(partial(link.take_note, event.data))
+                case Lost():
+                    self._on_lost(event)
+                case _:
+                    self._events.append(event)
         self._take_reached()
         taken, self._events = self._events, []
         return taken
@@ -215,32 +221,37 @@ class QueuedEngine(TransferEngine):
                 if link.lease is not None:
                     self._fences.add(peer, link.lease)
         self._fences.close()
-        for medium in self._media:
-            medium.close(self._control)
         self._control.close()
         self._peers, self._open = {}, {}
-        self._views, self._events = [], []
+        self._media, self._views, self._events = [], [], []
 
-    def _make_links(self, peer: Peer, outgoing: bool) -> dict[str, bytes]:
+    def _offer(self, peer: Peer, media: Sequence[Medium], *, outgoing: bool) -> None:
+        """Make a link of each of the media, and say so in our opening. Lost: no-op."""
+        if not self._control.is_open(peer):
+            return
         arrived = partial(self._counter.count, peer)
-        links = {
-            medium.name: medium.link(self._control, peer, arrived, outgoing=outgoing)
-            for medium in self._media
-        }
+        try:
+            links = {m.name: m.link(self._control, peer, arrived, outgoing=outgoing) for m in media}
+        except OSError as error:  # no descriptors left
+            self._control.close_peer(peer, f"cannot make a path for writes: {reason_of(error)}")
+            return
         self._peers[peer] = _Peer(links=links)
-        return {name: link.info for name, link in links.items()}
+        self._control.open(peer, {name: link.info for name, link in links.items()})
 
     def _on_opened(self, opened: Opened) -> None:
-        """Both sides choose here, each by itself and by the same rule."""
-        if not self._control.is_open(opened.peer):
+        """Whoever was called chooses among what is offered; the answer offers that alone."""
+        peer, offers = opened.peer, opened.offers
+        *better, last = (medium for medium in self._media if medium.name in offers)
+        chosen = next((medium for medium in better if medium.fits(offers[medium.name])), last)
+        if peer not in self._peers:
+            self._offer(peer, [chosen], outgoing=False)
+        if not self._control.is_open(peer):
             return  # lost in the same poll
-        known = self._peers[opened.peer]
-        *better, last = (name for name in known.links if name in opened.offers)
-        chosen = next((n for n in better if known.links[n].fits(opened.offers[n])), last)
-        for name in known.links.keys() - {chosen}:
+        known = self._peers[peer]
+        for name in known.links.keys() - {chosen.name}:
             known.links.pop(name).close()
         known.epoch = opened.epoch
-        known.link.guard(lambda: known.link.start(opened.offers[chosen]))
+        known.link.guard(lambda: known.link.start(offers[chosen.name]))
 
     def _post_next(self) -> None:
         """Post for the peer that has waited longest, if any has something to post."""
@@ -255,23 +266,22 @@ class QueuedEngine(TransferEngine):
 
     def _on_lost(self, lost: Lost) -> None:
         known = self._peers.pop(lost.peer, None)
-        if known is None:  # not even a socket could be had for it
-            self._events += [PeerLost(peer=lost.peer, why=lost.why), PeerFenced(peer=lost.peer)]
-            return
-        known.link.take_arrivals()
+        links = [] if known is None else list(known.links.values())
+        for link in links:
+            link.take_arrivals()
+            link.close()
         self._take_reached()
         self._counter.forget_peer(lost.peer)
-        for link in known.links.values():
-            link.close()
         for ticket in [ticket for ticket, job in self._open.items() if job.peer == lost.peer]:
             del self._open[ticket]
         if lost.announced:
             self._events.append(PeerLost(peer=lost.peer, why=lost.why))
             self._announced.add(lost.peer)
-        if known.link.lease is None:
+        leases = [link.lease for link in links if link.lease is not None]
+        for lease in leases:
+            self._fences.add(lost.peer, lease)
+        if not leases:
             self._fence([lost.peer])
-        else:
-            self._fences.add(lost.peer, known.link.lease)
 
     def _fence(self, peers: list[Peer]) -> None:
         for peer in self._announced.intersection(peers):

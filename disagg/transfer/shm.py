@@ -1,57 +1,76 @@
-"""Transfer engine for two processes of one host: the writer copies into the destination's memory.
+"""Two processes of one host: the writer copies into the destination's memory, which it has mapped.
+
+    who connects                                who is called
+      |-------- opening: token A, host ----------->|  (openings travel on the control connection)
+      |<------- opening: token B, host, name ------|  name: abstract, random, for one connection
+      |== Unix: token B, extents + lease, fds ====>|
+      |<= Unix: token A, extents + lease, fds =====|  each maps the other's memory: ready
 
     jobs of a peer --one batch a poll--> copy to its mapped memory, under its lease
-                                            |
-    WritesDone <-- sent <-- notes (imm, count) <--'
+    WritesDone <--'--> note (imm, count), ... on the control connection
     PeerLost --> our lease revoked --> the peer's last batch is over, or it died --> PeerFenced
 
-Setting up a link and its socket is `shm_link.py`, the lease is `lease.py`, all that is not about
-copying is `queued_engine.py`. "Bytes, then count" rests on x86: stores become visible in program
-order, and the notification is sent after the copy. One poll copies at most two batches' bytes.
+The Unix socket carries descriptors once and is closed. The tokens bind it to the control
+connection; SO_PEERCRED must show our own user. A name that cannot be reached means another host or
+network namespace. "Bytes, then count" rests on x86: stores become visible in program order, and the
+note is sent after the copy. One poll copies at most two batches' bytes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections import deque
+import secrets
+import socket
+import stat
+import struct
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
+from disagg.shared_memory import SharedMemory
 from disagg.transfer.bounds import check_offsets
 from disagg.transfer.control import Control
-from disagg.transfer.interface import Memory, Peer, TransferError, WritesDone
-from disagg.transfer.medium import Arrived, Bytes, Job, Medium
+from disagg.transfer.interface import Memory, Peer, TransferError
+from disagg.transfer.lease import HeldLease, Lease
+from disagg.transfer.medium import MAX_REGIONS, Arrived, Bytes, Job, Link, LinkError, Medium, decode
 from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.shm_link import Extent, Note, ShmLink
+from disagg.transfer.waiter import READABLE
 
 #: Copied under one lock of the lease: about a millisecond.
 BATCH_BYTES = 4 << 20
+#: Tickets that a batch may have, however small they are.
+MAX_RECORDS = 512
+
+#: Keeps the borders of packets, and does not block.
+_PACKETS = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+_MAX_INTRODUCTION_BYTES = 64 << 10
+_RECORD = struct.Struct("=II")
 
 #: As `copy_pages`.
 Copy = Callable[[Bytes, Bytes, int, Offsets, Offsets], None]
 
 
-class ShmTransferEngine(QueuedEngine):
-    """See `interface.py`. Memory needs a descriptor; both processes must belong to one user."""
+class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where a region lies in the file of its descriptor; `file_bytes` is the whole file."""
 
-    #: Here so that tests can stop a process while it holds the lease.
-    _copy = staticmethod(copy_pages)
-
-    def _make_media(self) -> list[Medium]:
-        return [ShmMedium(self._copy)]
+    file_bytes: int
+    fd_offset: int
+    nbytes: int
 
 
 class ShmMedium(Medium):
-    """The memory of one engine to pass to peers, and copying into theirs."""
+    """The memory to pass to peers: (descriptor, extent). `copy` is there for tests that stop it."""
 
     name = "shm"
 
     def __init__(self, copy: Copy = copy_pages) -> None:
         self._copy = copy
         self._own: list[tuple[int, Extent]] = []
+        self._host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
         if memory.fd is None:
@@ -63,36 +82,130 @@ class ShmMedium(Medium):
         check_offsets("memory", offset, memory.nbytes, extent.file_bytes)
         self._own.append((memory.fd, extent))
 
-    def listen(self, control: Control, host: str) -> None:
-        """Nothing to do: each link listens on a name of its own."""
-
-    def look(self, control: Control) -> None:
-        """Nothing to do: leases are looked at by the engine."""
-
-    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> ShmLink:
+    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
         return ShmLink(
-            control, peer, self._own, arrived, copy_batch=self._copy_batch, outgoing=outgoing
+            control, peer, self._own, arrived, self._copy, host=self._host, outgoing=outgoing
         )
 
-    def close(self, control: Control) -> None:
-        self._own = []
+    def fits(self, info: bytes) -> bool:
+        try:
+            return decode(info, _Info, "opening of shm").host == self._host
+        except LinkError:
+            return False
 
-    def _copy_batch(self, jobs: deque[Job], regions: list[Bytes]) -> list[Note]:
-        notes: list[Note] = []
+
+class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """In the opening: what the other side must say on the Unix socket, and where (who is called).
+
+    `host` is the same for two processes that can meet there, see `host_identity`.
+    """
+
+    token: bytes
+    name: str | None
+    host: str
+
+
+class _Introduction(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The one packet on the Unix socket. With it travel the lease and a descriptor per region."""
+
+    token: bytes
+    regions: list[Extent]
+
+
+class ShmLink(Link):
+    """One connection's leases and mapped regions."""
+
+    path = "Unix socket"
+
+    def __init__(
+        self,
+        control: Control,
+        peer: Peer,
+        own: list[tuple[int, Extent]],
+        arrived: Arrived,
+        copy: Copy,
+        *,
+        host: str,
+        outgoing: bool,
+    ) -> None:
+        super().__init__(control, peer)
+        self.regions: list[Bytes] = []
+        self.held_lease: HeldLease | None = None
+        self._own = own
+        self._arrived = arrived
+        self._copy = copy
+        self._token = secrets.token_bytes(16)
+        self._their_token = b""
+        self._outgoing = outgoing
+        #: Who is called listens on it, until it is the connection.
+        self._unix = socket.socket(socket.AF_UNIX, _PACKETS)
+        name = None if outgoing else f"disagg-{secrets.token_hex(16)}"
+        if name is not None:
+            self._unix.bind(f"\0{name}")
+            self._unix.listen(8)
+        self.info = msgspec.msgpack.encode(_Info(self._token, name, host))
+
+    def start(self, info: bytes) -> None:
+        """Dial the peer's Unix socket, or wait for its call on ours."""
+        theirs = decode(info, _Info, "opening of shm")
+        self._their_token = theirs.token
+        if not self._outgoing:
+            self._watch(self._accept)
+            return
+        if theirs.name is None:
+            raise LinkError("malformed opening of shm: expected the name of a Unix socket")
+        try:
+            self._unix.connect(f"\0{theirs.name}")
+        except OSError as error:
+            raise LinkError(
+                f"cannot reach the peer's Unix socket ({error.strerror}): it is not on the same"
+                " host or not in the same network namespace; start both nodes on one"
+            ) from error
+        if (uid := _uid_of(self._unix)) != os.getuid():
+            raise LinkError(f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}")
+        self._introduce()
+        self._watch(self._meet)
+
+    def post(self) -> None:
+        """Copy one batch, if the peer still lets us, and tell it."""
+        lease = self.held_lease
+        assert lease is not None, "jobs need the peer's regions, which came with its lease"
+        if not lease.begin():
+            self.control.close_peer(self.peer, "the peer took its memory back")
+            return
+        try:
+            records = self._copy_batch()
+        finally:
+            lease.end()
+        if records:
+            self.control.send_note(self.peer, b"".join(records))
+
+    def take_note(self, data: bytes) -> None:
+        if len(data) % _RECORD.size:
+            raise LinkError(f"malformed note of {len(data)} bytes; expected {_RECORD.size} each")
+        for imm, count in _RECORD.iter_unpack(data):
+            self._arrived(imm, count)
+
+    def close(self) -> None:
+        self.control.waiter.close_socket(self._unix)
+        if self.held_lease is not None:
+            self.held_lease.close()
+
+    def _copy_batch(self) -> list[bytes]:
+        """Copy from the front of the jobs; (imm, count) of each that had a write completed."""
+        records: list[bytes] = []
         budget = BATCH_BYTES
-        while jobs and budget > 0:
-            job = jobs[0]
+        while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
+            job = self.jobs[0]
             before = job.num_posted
-            budget -= self._copy_some(job, regions[job.region], budget)
-            end = None
-            if job.is_posted:
-                jobs.popleft()
-                end = WritesDone(ticket=job.ticket)
+            budget -= self._copy_some(job, budget)
             if count := job.num_posted - before:
-                notes.append(Note(imm=job.imm, count=count, end=end))
-        return notes
+                records.append(_RECORD.pack(job.imm, count))
+            if job.is_posted:
+                self.end(self.jobs.popleft().ticket)
+        return records
 
-    def _copy_some(self, job: Job, destination: Bytes, budget: int) -> int:
+    def _copy_some(self, job: Job, budget: int) -> int:
         """Copy whole writes for about `budget` bytes (or a part of a huge one); bytes copied."""
         if job.write_bytes > BATCH_BYTES:
             count, nbytes = 1, min(job.write_bytes - job.within, budget)
@@ -101,9 +214,95 @@ class ShmMedium(Medium):
         some = slice(job.num_posted, job.num_posted + count)
         sources = job.source_offsets[some] + job.within
         destinations = job.destination_offsets[some] + job.within
-        self._copy(destination, job.source, nbytes, destinations, sources)
+        self._copy(self.regions[job.region], job.source, nbytes, destinations, sources)
         job.within += nbytes
         if job.within == job.write_bytes:
             job.within = 0
             job.num_posted += len(sources)
         return nbytes * len(sources)
+
+    def _watch(self, step: Callable[[], None]) -> None:
+        self.control.waiter.watch(self._unix.fileno(), READABLE, lambda _: self.guard(step))
+
+    def _accept(self) -> None:
+        unix, _ = self._unix.accept()
+        unix.setblocking(False)
+        if _uid_of(unix) != os.getuid():
+            unix.close()  # a stranger found the name; go on waiting for our peer
+            return
+        self.control.waiter.close_socket(self._unix)
+        self._unix = unix
+        self._watch(self._meet)
+
+    def _introduce(self) -> None:
+        self.lease = Lease()
+        introduction = _Introduction(self._their_token, [extent for _, extent in self._own])
+        fds = [self.lease.fd, *(fd for fd, _ in self._own)]
+        socket.send_fds(self._unix, [msgspec.msgpack.encode(introduction)], fds)
+
+    def _meet(self) -> None:
+        """Take the peer's introduction; ready, once it has ours."""
+        packet, fds, flags, _ = socket.recv_fds(
+            self._unix, _MAX_INTRODUCTION_BYTES, MAX_REGIONS + 1, socket.MSG_CMSG_CLOEXEC
+        )
+        try:
+            if not packet:
+                raise LinkError("the peer closed the Unix socket")
+            theirs = decode(packet, _Introduction, "introduction on the Unix socket")
+            if not secrets.compare_digest(theirs.token, self._token):
+                raise LinkError("the Unix socket was called with a wrong token")
+            is_cut = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+            if len(fds) != len(theirs.regions) + 1 or is_cut:
+                raise LinkError(
+                    f"the peer announced {len(theirs.regions)} regions and a lease, but passed"
+                    f" {len(fds)} descriptors; is the limit of open files too low (ulimit -n)?"
+                )
+            self.regions = [
+                _map_region(fd, extent) for fd, extent in zip(fds[1:], theirs.regions, strict=True)
+            ]
+            self.region_bytes = [region.nbytes for region in self.regions]
+            self.held_lease = HeldLease(fds[0])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if not self._outgoing:
+            self._introduce()
+        self.control.waiter.close_socket(self._unix)
+        self.control.ready(self.peer)
+
+
+def host_identity() -> str:
+    """Equal for two processes that can pass each other descriptors: same boot, network, user.
+
+    A container is a host of its own here, unless it shares the network and user namespaces.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "user"))
+    return "/".join(map(str, (boot, *spaces, os.getuid())))
+
+
+def _uid_of(unix: socket.socket) -> int:
+    credentials = unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _pid, uid, _gid = struct.unpack("=iII", credentials)
+    return int(uid)
+
+
+def _map_region(fd: int, extent: Extent) -> Bytes:
+    """Map a passed descriptor after checking what was said of it: a short file is a SIGBUS."""
+    status = os.fstat(fd)
+    end = extent.fd_offset + extent.nbytes
+    if not stat.S_ISREG(status.st_mode) or status.st_size != extent.file_bytes:
+        raise LinkError(
+            f"the peer announced memory of {extent.file_bytes} bytes and passed a descriptor of"
+            f" {status.st_size} bytes"
+        )
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        sealed = False
+    if not sealed:
+        raise LinkError("the peer passed memory that it could shrink; expected a sealed memfd")
+    if not 0 <= extent.fd_offset < end <= extent.file_bytes:
+        raise LinkError(f"the peer announced a region outside its memory: {extent}")
+    with SharedMemory(extent.file_bytes, fd=os.dup(fd)) as memory:
+        return memory.bytes[extent.fd_offset : end]

@@ -1,26 +1,40 @@
-"""Transfer engine for any two hosts: pages travel on a TCP connection beside the messages.
+"""Pages travel on a second TCP connection between two engines, so that messages wait for no bulk.
+
+    who connects                             who is called
+      |----- opening: no key, sizes ------------>|  (openings travel on the control connection)
+      |<---- opening: key, sizes ----------------|
+      |== second connection, to the same port ==>|  opens with the key: see `control.py`
+     ready                                     ready
+      |<============ frames, both ways =========>|  see `tcp_frames.py`
 
     jobs of a peer --frame--> sendmsg from the pages ==TCP==> recvmsg into the pages --> count
-                                 |
     WritesDone <-- the kernel took all
     PeerLost --> the data connection is closed and nobody reads it any more --> PeerFenced
 
-The data connection of two engines is `tcp_link.py`, its frames `tcp_frames.py`, all that is not
-about bytes `queued_engine.py`. Here: the listener for data connections, and who it lets in.
+What is sent is bounded by the kernel's buffers and one frame: a reader that does not read stops the
+posting, and what is not posted can be withdrawn.
 """
 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Control
-from disagg.transfer.interface import Memory, Peer
-from disagg.transfer.medium import Arrived, Bytes, Medium
-from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.sockets import open_listener
-from disagg.transfer.tcp_link import TOKEN_BYTES, Send, TcpLink
-from disagg.transfer.waiter import READABLE
+import msgspec
+
+from disagg.transfer.control import Control
+from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
+from disagg.transfer.medium import Arrived, Bytes, Link, LinkError, Medium, decode
+from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
+from disagg.transfer.waiter import READABLE, WRITABLE
+
+#: Read at most when a connection has ended, of what came before.
+LAST_BYTES = 16 << 20
+#: What a system call costs beside its bytes, in bytes; it bounds how many small ones a poll makes.
+CALL_BYTES = 16 << 10
+
+#: `socket.sendmsg`, as far as it is used.
+Send = Callable[[socket.socket, list[memoryview]], int]
 
 
 def send_buffers(data: socket.socket, buffers: list[memoryview]) -> int:
@@ -28,88 +42,135 @@ def send_buffers(data: socket.socket, buffers: list[memoryview]) -> int:
     return data.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
 
 
-class TcpTransferEngine(QueuedEngine):
-    """See `interface.py`. Memory needs no descriptor."""
-
-    #: Here so that tests can stop a process in the middle of a frame.
-    _send = staticmethod(send_buffers)
-
-    def _make_media(self) -> list[Medium]:
-        return [TcpMedium(self._send)]
-
-
-@dataclass(kw_only=True, eq=False)
-class _Stranger:
-    """A data connection whose token is not here yet."""
-
-    socket: socket.socket
-    deadline: float
-    token: bytes = b""
-
-
 class TcpMedium(Medium):
-    """The memory that peers may write to, and one listener for their data connections."""
+    """The memory that peers may write to. `send` is there for tests that stop it half way."""
 
     name = "tcp"
 
     def __init__(self, send: Send = send_buffers) -> None:
         self._send = send
         self._regions: list[Bytes] = []
-        self._listener: socket.socket | None = None
-        self._links: dict[bytes, TcpLink] = {}  # by token, until their connection is here
-        self._strangers: list[_Stranger] = []  # in the order of their deadlines
 
     def register(self, memory: Memory, view: Bytes) -> None:
         self._regions.append(view)
 
-    def listen(self, control: Control, host: str) -> None:
-        self._listener = open_listener(host, 0)
-        control.waiter.watch_listener(self._listener, lambda data, _: self._meet(control, data))
+    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
+        return TcpLink(control, peer, self._regions, arrived, self._send, outgoing=outgoing)
 
-    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> TcpLink:
-        port = None
-        if not outgoing:
-            assert self._listener is not None, "whoever accepts listens"
-            port = self._listener.getsockname()[1]
-        return TcpLink(control, peer, self._regions, arrived, self._send, port, self._links)
 
-    def look(self, control: Control) -> None:
-        """End data connections that are silent for too long."""
-        while self._strangers and self._strangers[0].deadline <= control.clock():
-            self._dismiss(control, self._strangers[0]).close()
+class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """In the opening: the key for the data connection (of who is called), sizes of our regions."""
 
-    def close(self, control: Control) -> None:
-        while self._strangers:
-            self._dismiss(control, self._strangers[0]).close()
-        control.waiter.close_socket(self._listener)
-        self._regions = []
+    key: bytes | None
+    region_bytes: list[int]
 
-    def _meet(self, control: Control, data: socket.socket) -> None:
-        stranger = _Stranger(socket=data, deadline=control.opening_deadline())
-        self._strangers.append(stranger)
-        control.waiter.watch(data.fileno(), READABLE, lambda _: self._hear(control, stranger))
-        if len(self._strangers) > MAX_OPENING_CONNECTIONS:
-            self._dismiss(control, self._strangers[0]).close()
 
-    def _hear(self, control: Control, stranger: _Stranger) -> None:
-        """Take some of the token; once whole, it names the link, or nobody's."""
-        try:
-            more = stranger.socket.recv(TOKEN_BYTES - len(stranger.token))
-        except BlockingIOError:
+class TcpLink(Link):
+    """One connection's data connection."""
+
+    path = "data connection"
+
+    def __init__(
+        self,
+        control: Control,
+        peer: Peer,
+        regions: list[Bytes],
+        arrived: Arrived,
+        send: Send,
+        *,
+        outgoing: bool,
+    ) -> None:
+        super().__init__(control, peer)
+        self._outgoing = outgoing
+        key = None if outgoing else control.expect_join(peer, self._take)
+        self.info = msgspec.msgpack.encode(_Info(key, [region.nbytes for region in regions]))
+        self._reader = FrameReader(regions, arrived)
+        self._send = send
+        self._data: socket.socket | None = None
+        self._blocked = False
+        self._frame: OutgoingFrame | None = None
+
+    def start(self, info: bytes) -> None:
+        """Dial for the data connection, or wait for it."""
+        theirs = decode(info, _Info, "opening of tcp")
+        self.region_bytes = theirs.region_bytes
+        if not self._outgoing:
             return
-        except OSError:
-            more = b""  # it is gone, like at the end of the stream
-        stranger.token += more
-        if more and len(stranger.token) < TOKEN_BYTES:
-            return
-        data, link = self._dismiss(control, stranger), self._links.get(stranger.token)
-        if link is None:
-            data.close()
+        if theirs.key is None:
+            raise LinkError("malformed opening of tcp: expected a key")
+        self.control.join(self.peer, theirs.key, self._take)
+
+    def can_post(self) -> bool:
+        able = self._data is not None and not self._blocked
+        return able and (self._frame is not None or bool(self.jobs))
+
+    def post(self) -> None:
+        """Send about a frame, or what the kernel takes."""
+        self.guard(self._post)
+
+    def end(self, ticket: Ticket) -> None:
+        if self._frame is not None:
+            self._frame.ends.append(ticket)
         else:
-            link.take(data)
+            super().end(ticket)
 
-    def _dismiss(self, control: Control, stranger: _Stranger) -> socket.socket:
-        """No stranger any more; its connection."""
-        self._strangers.remove(stranger)
-        control.waiter.unwatch(stranger.socket.fileno())
-        return stranger.socket
+    def take_arrivals(self) -> None:
+        self.guard(lambda: self._receive(LAST_BYTES))
+
+    def close(self) -> None:
+        self.control.waiter.close_socket(self._data)
+        self._data = None
+
+    def _take(self, data: socket.socket) -> None:
+        self._data = data
+        self._watch()
+        self.control.ready(self.peer)
+
+    def _watch(self) -> None:
+        assert self._data is not None, "watched only while it is there"
+        events = READABLE | (WRITABLE if self._blocked else 0)
+        self.control.waiter.watch(self._data.fileno(), events, self._on_data)
+
+    def _on_data(self, events: int) -> None:
+        if self._blocked and events & ~READABLE:
+            self._blocked = False
+            self._watch()
+        if events & ~WRITABLE:
+            self.guard(lambda: self._receive(FRAME_BYTES))
+
+    def _post(self) -> None:
+        budget = FRAME_BYTES
+        while budget > 0 and self.can_post():
+            assert self._data is not None, "a link that can post has its connection"
+            if self._frame is None:
+                self._frame = OutgoingFrame(self.jobs[0])
+                if self.jobs[0].is_posted:
+                    self._frame.ends.append(self.jobs.popleft().ticket)
+            try:
+                sent = self._send(self._data, self._frame.rest())
+            except BlockingIOError:
+                sent = 0
+            budget -= sent + CALL_BYTES
+            if self._frame.advance(sent):
+                self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
+                self._frame = None
+            elif sent < FRAME_BYTES:
+                self._blocked = True
+                self._watch()
+
+    def _receive(self, budget: int) -> None:
+        while budget > 0 and self._data is not None:
+            try:
+                nbytes = self._reader.receive(self._data)
+            except BlockingIOError:
+                return
+            except (LinkError, TransferError, OSError):
+                self.close()
+                raise
+            budget -= nbytes + CALL_BYTES
+            if not nbytes:
+                self.close()
+                where = "" if self._reader.is_between_frames else " in the middle of a frame"
+                self.control.close_after_reading(
+                    self.peer, f"the peer closed the data connection{where}"
+                )

@@ -43,21 +43,6 @@ class Waiter:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
-    def watch_listener(
-        self, listener: socket.socket, arrived: Callable[[socket.socket, str], None]
-    ) -> None:
-        """Call `arrived` with each connection, made non-blocking, and its `host:port`."""
-
-        def accept(_events: int) -> None:
-            try:
-                accepted, (host, port, *_) = listener.accept()
-            except OSError:
-                return  # it left before we looked, or no descriptors are left: accept(2) says retry
-            accepted.setblocking(False)
-            arrived(accepted, f"{host}:{port}")
-
-        self.watch(listener.fileno(), READABLE, accept)
-
     def close_socket(self, watched: socket.socket | None) -> None:
         """Unwatch and close. None, or closed already: no-op."""
         if watched is not None and watched.fileno() >= 0:

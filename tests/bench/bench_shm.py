@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
-from disagg.transfer.shm import ShmTransferEngine
 
 #: A layer's share of a transfer: tickets of this many bytes are posted at once.
 TICKET_BYTES = 8 << 20
@@ -36,7 +36,7 @@ def poll_until(engine, kind, count=1):
 def writer_main(address, nbytes):
     """For each "page_bytes imm" message, write the whole region in random order."""
     rng = np.random.default_rng(1)
-    with SharedMemory(nbytes) as memory, contextlib.closing(ShmTransferEngine()) as engine:
+    with SharedMemory(nbytes) as memory, contextlib.closing(make_engine("shm")) as engine:
         memory.bytes[:] = 1
         region = engine.register(Memory(address=memory.address, nbytes=nbytes, fd=memory.fd))
         peer = engine.connect(*address)
@@ -93,7 +93,7 @@ def main():
     with (
         SharedMemory(nbytes) as memory,
         SharedMemory(nbytes) as other,
-        contextlib.closing(ShmTransferEngine()) as engine,
+        contextlib.closing(make_engine("shm")) as engine,
     ):
         other.bytes[:] = 1
         region = engine.register(Memory(address=memory.address, nbytes=nbytes, fd=memory.fd))

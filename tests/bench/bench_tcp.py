@@ -17,8 +17,8 @@ import time
 import numpy as np
 
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MessageReceived, PeerLost
-from disagg.transfer.tcp import TcpTransferEngine
 from tests.bench.bench_shm import measure, poll_until, write_scattered
 
 
@@ -27,7 +27,7 @@ def writer_main(address, plain_address, nbytes):
     rng = np.random.default_rng(1)
     with (
         SharedMemory(nbytes) as memory,
-        contextlib.closing(TcpTransferEngine()) as engine,
+        contextlib.closing(make_engine("tcp")) as engine,
         socket.create_connection(plain_address) as plain,
     ):
         memory.bytes[:] = 1
@@ -62,7 +62,7 @@ def main():
     nbytes = options.mib << 20
     with (
         SharedMemory(nbytes) as memory,
-        contextlib.closing(TcpTransferEngine()) as engine,
+        contextlib.closing(make_engine("tcp")) as engine,
         socket.create_server(("127.0.0.1", 0)) as server,
     ):
         region = engine.register(Memory(address=memory.address, nbytes=nbytes))

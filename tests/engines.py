@@ -1,0 +1,72 @@
+"""Transfer engines by name, also such as call a test in the middle of a copy."""
+
+from collections.abc import Callable
+
+from disagg.transfer.control import Control, Opened
+from disagg.transfer.page_copy import copy_pages
+from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import Copy, ShmMedium
+from disagg.transfer.tcp import Send, TcpMedium, send_buffers
+
+
+def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
+    """Copies by `copy`; for `options` see `QueuedEngine`."""
+    return QueuedEngine([ShmMedium(copy)], **options)
+
+
+def tcp_engine(send: Send = send_buffers, **options) -> QueuedEngine:
+    """Sends by `send`."""
+    return QueuedEngine([TcpMedium(send)], **options)
+
+
+def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
+    """Either of them, as it fits."""
+    return QueuedEngine([ShmMedium(copy), TcpMedium()], **options)
+
+
+def in_halves(inside: Callable[[], None]) -> Copy:
+    """Copies in two halves and calls `inside` between them, under the peer's lease."""
+
+    def copy(destination, source, page_bytes, destination_offsets, source_offsets):
+        half = len(source_offsets) // 2
+        for part in (slice(half), slice(half, None)):
+            copy_pages(
+                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
+            )
+            if part.stop is not None:
+                inside()
+
+    return copy
+
+
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    """Acts when it is called first, and never again."""
+    acts = [act]
+
+    def act_once() -> None:
+        if acts:
+            acts.pop()()
+
+    return act_once
+
+
+class OpeningControl(Control):
+    """A control that says its openings by itself; `offer()` gives what they offer."""
+
+    def __init__(self, offer: Callable[[], dict[str, bytes]], **options) -> None:
+        super().__init__(**options)
+        self.offer = offer
+        self.dialled = set()
+
+    def connect(self, host, port):
+        peer = super().connect(host, port)
+        self.dialled.add(peer)
+        self.open(peer, self.offer())
+        return peer
+
+    def poll(self, timeout):
+        events = super().poll(timeout)
+        for event in events:
+            if isinstance(event, Opened) and event.peer not in self.dialled:
+                self.open(event.peer, self.offer())
+        return events
