@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import Self
 
@@ -18,3 +19,14 @@ class Resource(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class Descriptor(Resource):
+    """Owns the file descriptor `fd`; -1 once closed."""
+
+    fd: int
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -9,10 +9,10 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from disagg.resource import Resource
+from disagg.resource import Descriptor
 
 
-class SharedMemory(Resource):
+class SharedMemory(Descriptor):
     """`nbytes` of zeroed memory behind a memfd, or a mapping of a descriptor that a peer passed.
 
     `fd` is owned and closed by `close()`. `bytes` is a view of the mapping: uint8 `[nbytes]`. The
@@ -40,9 +40,3 @@ class SharedMemory(Resource):
     def address(self) -> int:
         """Address of the first byte in this process."""
         return int(self.bytes.ctypes.data)
-
-    def close(self) -> None:
-        """Close the descriptor. May be called twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1

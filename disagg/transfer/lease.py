@@ -17,17 +17,14 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from collections.abc import Callable
 
-from disagg.transfer.interface import Peer
-
-FENCE_INTERVAL_SECONDS = 0.01
+from disagg.resource import Descriptor
 
 _GRANTED = b"0"
 _REVOKED = b"1"
 
 
-class Lease:
+class Lease(Descriptor):
     """The owner's side: one per connection and direction. `fd` is to be passed to the writer."""
 
     def __init__(self) -> None:
@@ -42,73 +39,27 @@ class Lease:
         """After `revoke`: whether nothing can land any more. Once true, stays true."""
         return _try_lock(self.fd, fcntl.LOCK_EX)
 
-    def close(self) -> None:
-        """Close the descriptor. May be called twice."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
-
-class HeldLease:
+class HeldLease(Descriptor):
     """The writer's side, from a passed descriptor (which stays the caller's)."""
 
     def __init__(self, passed_fd: int) -> None:
         if not stat.S_ISREG(os.fstat(passed_fd).st_mode):
             raise ValueError("lease: expected a regular file, got something else")
-        self._fd = os.open(f"/proc/self/fd/{passed_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = os.open(f"/proc/self/fd/{passed_fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""
-        if not _try_lock(self._fd, fcntl.LOCK_SH):
+        if not _try_lock(self.fd, fcntl.LOCK_SH):
             return False
-        if os.pread(self._fd, 1, 0) == _GRANTED:
+        if os.pread(self.fd, 1, 0) == _GRANTED:
             return True
         self.end()
         return False
 
     def end(self) -> None:
         """Unlock. Every byte of the batch is visible before this returns."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Close the descriptor. May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-class Fences:
-    """Leases taken back whose writers may still be in their last batch, by peer."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._leases: dict[Peer, Lease] = {}
-        self._next_look = 0.0
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def add(self, peer: Peer, lease: Lease) -> None:
-        """Revoke the lease; `look` says when the peer is fenced."""
-        lease.revoke()
-        self._leases[peer] = lease
-        self._next_look = self._clock()
-
-    def look(self) -> list[Peer]:
-        """The peers fenced now, each said once. Looks every `FENCE_INTERVAL_SECONDS`."""
-        if not self._leases or self._clock() < self._next_look:
-            return []
-        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
-        fenced = [peer for peer, lease in self._leases.items() if lease.is_free()]
-        for peer in fenced:
-            self._leases.pop(peer).close()
-        return fenced
-
-    def close(self) -> None:
-        """Stop looking. May be called twice."""
-        for lease in self._leases.values():
-            lease.close()
-        self._leases.clear()
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
 
 
 def _try_lock(fd: int, how: int) -> bool:

@@ -3,7 +3,7 @@
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
-                post() ... post(), take_ended() ... take_arrivals(), close()
+                post(), take_ended() ... take_arrivals(), revoke(), is_fenced(), close()
 
 A link takes writes from the front of its `jobs`, in order, and counts each in `num_posted` when it
 can no longer be withdrawn.
@@ -24,7 +24,6 @@ import numpy.typing as npt
 from disagg.kv_layout import Offsets
 from disagg.transfer.control import Control
 from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
-from disagg.transfer.lease import Lease
 from disagg.transfer.sockets import reason_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -70,8 +69,7 @@ class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
     `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready.
-    `ended` waits for `take_ended`. `lease` is what the peer holds while it writes here; None:
-    after `close` nothing of it can land.
+    `ended` waits for `take_ended`.
     """
 
     #: How errors call the path: "... broke".
@@ -81,7 +79,6 @@ class Link(ABC):
         self.control = control
         self.peer = peer
         self.info = b""
-        self.lease: Lease | None = None
         self.jobs: deque[Job] = deque()
         self.ended: list[WritesDone] = []
         self.region_bytes: list[int] = []
@@ -114,9 +111,17 @@ class Link(ABC):
     def take_arrivals(self) -> None:  # noqa: B027  (most have nothing to read)
         """The connection ended: count what the peer wrote before, if there is more to read."""
 
+    def revoke(self) -> None:
+        """The connection ended: let nothing new land here, and read no source any more."""
+        self.close()
+
+    def is_fenced(self) -> bool:
+        """After `revoke`: whether nothing of the peer can land any more."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
-        """Close all but `lease`, which the fence still needs. May be called twice."""
+        """Give back what is held. May be called twice."""
 
     def guard(self, step: Callable[[], None]) -> None:
         """Run a step, and end the connection if it fails."""

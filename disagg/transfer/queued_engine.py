@@ -3,7 +3,7 @@
     write_pages --> jobs of a peer --turns--> link.post --> link.take_ended --> WritesDone
     connect --> a link of each medium --> Opened: the one that was chosen --> link.start
     called  --> Opened --> a link of the first medium that fits -----------> link.start
-    Lost --> link.close --> PeerLost --> its lease, if it has one, is free --> PeerFenced
+    Lost --> link.revoke --> PeerLost --> link.is_fenced --> PeerFenced, link.close
 
 What moves bytes is a medium (`medium.py`), messages and waiting are `control.py`. Peers take turns:
 one poll posts for one of them, a bounded amount, so that the caller can look at other things.
@@ -44,9 +44,10 @@ from disagg.transfer.interface import (
     TransferEngine,
     TransferError,
 )
-from disagg.transfer.lease import FENCE_INTERVAL_SECONDS, Fences
 from disagg.transfer.medium import MAX_REGIONS, Bytes, Job, Link, Medium
 from disagg.transfer.sockets import reason_of
+
+FENCE_INTERVAL_SECONDS = 0.01
 
 
 class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -93,8 +94,9 @@ class QueuedEngine(TransferEngine, Resource):
         self._peers: dict[Peer, _Peer] = {}
         self._open: dict[Ticket, Job] = {}
         self._last_ticket = 0
-        self._fences = Fences(clock)
-        self._announced: set[Peer] = set()  # lost and said so, not fenced yet
+        self._clock = clock
+        self._fencing: dict[Peer, list[Link]] = {}  # lost, not fenced yet
+        self._next_look = 0.0
         self._events: list[Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
@@ -189,11 +191,11 @@ class QueuedEngine(TransferEngine, Resource):
             for end in known.link.take_ended():
                 del self._open[end.ticket]
                 self._events.append(end)
-        self._fence(self._fences.look())
+        self._look_at_fences()
         self._take_reached()
         if self._events or any(known.link.can_post() for known in self._peers.values()):
             timeout = 0.0
-        elif self._fences:
+        elif self._fencing:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
         for event in self._control.poll(timeout):
             match event:
@@ -215,14 +217,11 @@ class QueuedEngine(TransferEngine, Resource):
 
     def close(self) -> None:
         """See `interface.py`. With shm, a batch under way (about a millisecond) may still land."""
-        for peer, known in self._peers.items():
-            for link in known.links.values():
+        for links in (*self._fencing.values(), *(p.links.values() for p in self._peers.values())):
+            for link in links:
                 link.close()
-                if link.lease is not None:
-                    self._fences.add(peer, link.lease)
-        self._fences.close()
         self._control.close()
-        self._peers, self._open = {}, {}
+        self._peers, self._open, self._fencing = {}, {}, {}
         self._media, self._views, self._events = [], [], []
 
     def _offer(self, peer: Peer, media: Sequence[Medium], *, outgoing: bool) -> None:
@@ -269,24 +268,30 @@ class QueuedEngine(TransferEngine, Resource):
         links = [] if known is None else list(known.links.values())
         for link in links:
             link.take_arrivals()
-            link.close()
+            link.revoke()
         self._take_reached()
         self._counter.forget_peer(lost.peer)
         for ticket in [ticket for ticket, job in self._open.items() if job.peer == lost.peer]:
             del self._open[ticket]
         if lost.announced:
             self._events.append(PeerLost(peer=lost.peer, why=lost.why))
-            self._announced.add(lost.peer)
-        leases = [link.lease for link in links if link.lease is not None]
-        for lease in leases:
-            self._fences.add(lost.peer, lease)
-        if not leases:
-            self._fence([lost.peer])
+            self._fencing[lost.peer] = links
+            self._next_look = self._clock()
+            self._look_at_fences()
+        else:  # nobody waits for the fence of a stranger
+            for link in links:
+                link.close()
 
-    def _fence(self, peers: list[Peer]) -> None:
-        for peer in self._announced.intersection(peers):
-            self._announced.remove(peer)
-            self._events.append(PeerFenced(peer=peer))
+    def _look_at_fences(self) -> None:
+        """Every `FENCE_INTERVAL_SECONDS`, and when a peer is lost."""
+        if not self._fencing or self._clock() < self._next_look:
+            return
+        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
+        for peer, links in list(self._fencing.items()):
+            if all(link.is_fenced() for link in links):
+                for link in self._fencing.pop(peer):
+                    link.close()
+                self._events.append(PeerFenced(peer=peer))
 
 
 def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:

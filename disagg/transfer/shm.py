@@ -130,6 +130,7 @@ class ShmLink(Link):
     ) -> None:
         super().__init__(control, peer)
         self.regions: list[Bytes] = []
+        self.lease: Lease | None = None
         self.held_lease: HeldLease | None = None
         self._own = own
         self._arrived = arrived
@@ -186,10 +187,20 @@ class ShmLink(Link):
         for imm, count in _RECORD.iter_unpack(data):
             self._arrived(imm, count)
 
-    def close(self) -> None:
+    def revoke(self) -> None:
         self.control.waiter.close_socket(self._unix)
         if self.held_lease is not None:
             self.held_lease.close()
+        if self.lease is not None:
+            self.lease.revoke()
+
+    def is_fenced(self) -> bool:
+        return self.lease is None or self.lease.is_free()
+
+    def close(self) -> None:
+        self.revoke()
+        if self.lease is not None:
+            self.lease.close()
 
     def _copy_batch(self) -> list[bytes]:
         """Copy from the front of the jobs; (imm, count) of each that had a write completed."""
