@@ -15,19 +15,6 @@ from disagg.hooks import TransferStats
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
-#: What each field of `SamplingParams` may be, in words.
-EXPECTED = {
-    "max_tokens": "a whole number of at least 1",
-    "temperature": "a finite number of at least 0",
-    "top_k": "None or a whole number of at least 1",
-    "top_p": "a number above 0 and at most 1",
-    "seed": f"None or a whole number from 0 to {MAX_SEED}",
-    "stop_token_ids": "a tuple of token ids",
-    "stop": "a tuple of strings that are not empty",
-    "ignore_eos": "True or False",
-    "logprobs": f"None or a whole number from 0 to {MAX_LOGPROBS}",
-}
-
 
 class FinishReason(enum.StrEnum):
     """Why a request's tokens ended."""
@@ -65,22 +52,32 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        ids, stops = self.stop_token_ids, self.stop
-        rightness = {
-            "max_tokens": _is_whole(self.max_tokens, 1),
-            "temperature": _is_number(self.temperature) and 0 <= self.temperature < math.inf,
-            "top_k": self.top_k is None or _is_whole(self.top_k, 1),
-            "top_p": _is_number(self.top_p) and 0 < self.top_p <= 1,
-            "seed": self.seed is None or _is_whole(self.seed, 0, MAX_SEED),
-            "stop_token_ids": _is_tuple(ids) and all(_is_whole(i, 0) for i in ids),
-            "stop": _is_tuple(stops) and all(isinstance(s, str) and s for s in stops),
-            "ignore_eos": isinstance(self.ignore_eos, bool),
-            "logprobs": self.logprobs is None or _is_whole(self.logprobs, 0, MAX_LOGPROBS),
+        t, k, p, seed, logprobs = self.temperature, self.top_k, self.top_p, self.seed, self.logprobs
+        ids, stop = self.stop_token_ids, self.stop
+        are_stops = isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop)
+        checks = {
+            "max_tokens": (_is_whole(self.max_tokens, 1), "a whole number of at least 1"),
+            "temperature": (_is_number(t) and 0 <= t < math.inf, "a finite number of at least 0"),
+            "top_k": (k is None or _is_whole(k, 1), "None or a whole number of at least 1"),
+            "top_p": (_is_number(p) and 0 < p <= 1, "a number above 0 and at most 1"),
+            "seed": (
+                seed is None or _is_whole(seed, 0, MAX_SEED),
+                f"None or a whole number from 0 to {MAX_SEED}",
+            ),
+            "stop_token_ids": (
+                isinstance(ids, tuple) and all(_is_whole(i, 0) for i in ids),
+                "a tuple of token ids",
+            ),
+            "stop": (are_stops, "a tuple of strings that are not empty"),
+            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
+            "logprobs": (
+                logprobs is None or _is_whole(logprobs, 0, MAX_LOGPROBS),
+                f"None or a whole number from 0 to {MAX_LOGPROBS}",
+            ),
         }
-        for name, is_right in rightness.items():
+        for name, (is_right, expected) in checks.items():
             if not is_right:
-                expected, found = EXPECTED[name], getattr(self, name)
-                raise ValueError(f"{name}: expected {expected}, got {found!r}")
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +148,3 @@ def _is_number(value: object) -> bool:
 
 def _is_whole(value: object, low: int, high: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_tuple(value: object) -> bool:
-    return isinstance(value, tuple)

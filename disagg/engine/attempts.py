@@ -13,22 +13,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
 
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence, State
 from disagg.hooks import DecodeHooks, FetchKV, NextStep
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Attempt:
-    """What a remote writer may write into. `sequence` is None once nobody waits for it."""
-
-    sequence: Sequence | None
-    page_indices: tuple[int, ...]
-    tail_slot: int
 
 
 class Attempts:
@@ -42,23 +32,20 @@ class Attempts:
     def __init__(self, scheduler: Scheduler, hooks: DecodeHooks | None) -> None:
         self._scheduler = scheduler
         self._hooks = hooks
-        self._attempts: dict[int, _Attempt] = {}
+        self._fetching: dict[int, Sequence] = {}
+        #: Pages and tail slot of those that nobody waits for any more.
+        self._parted: dict[int, tuple[tuple[int, ...], int]] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._attempts)
+        return len(self._fetching) + len(self._parted)
 
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
         assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
-        attempt = next(self._numbers)
-        sequence.attempt = attempt
-        self._attempts[attempt] = _Attempt(
-            sequence=sequence,
-            page_indices=sequence.page_indices,
-            tail_slot=sequence.tail_slot,
-        )
+        attempt = sequence.attempt = next(self._numbers)
+        self._fetching[attempt] = sequence
         self._hooks.on_fetch(
             FetchKV(
                 attempt=attempt,
@@ -71,18 +58,17 @@ class Attempts:
 
     def on_ready(self, attempt: int) -> Sequence | None:
         """Everything has landed: let the request decode, and return it if it still waits."""
-        sequence = self._waiting_for(attempt)
+        sequence = self._fetching.pop(attempt, None)
         if sequence is not None:
-            del self._attempts[attempt]
             self._scheduler.ready(sequence)
         return sequence
 
     def on_failed(self, attempt: int, then: NextStep) -> Sequence | None:
         """It will not complete: queue the request again, or end and return it if it is to fail."""
-        sequence = self._waiting_for(attempt)
+        sequence = self._fetching.get(attempt)
         if sequence is None:
             return None
-        self._leave(sequence)
+        self._part(sequence)
         if then is NextStep.FAIL:
             self._scheduler.release(sequence)
             return sequence
@@ -98,27 +84,21 @@ class Attempts:
         assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         self._hooks.on_cancel(sequence.attempt)
-        self._leave(sequence)
+        self._part(sequence)
 
     def on_released(self, attempt: int) -> None:
         """Nothing can land any more: free what a failed or cancelled attempt still owns."""
-        known = self._attempts.get(attempt)
-        if known is None:
+        assert attempt not in self._fetching, f"attempt {attempt} is released, but still waited for"
+        if attempt not in self._parted:
             logger.debug("release of attempt %d, whose pages are the request's or free", attempt)
             return
-        assert known.sequence is None, f"attempt {attempt} is released, but still waited for"
-        del self._attempts[attempt]
-        self._scheduler.pages.free(known.page_indices)
-        self._scheduler.slots.free((known.tail_slot,))
+        page_indices, tail_slot = self._parted.pop(attempt)
+        self._scheduler.pages.free(page_indices)
+        self._scheduler.slots.free((tail_slot,))
 
-    def _waiting_for(self, attempt: int) -> Sequence | None:
-        known = self._attempts.get(attempt)
-        if known is None or known.sequence is None:
-            logger.debug("nobody waits for attempt %d any more", attempt)
-            return None
-        return known.sequence
-
-    def _leave(self, sequence: Sequence) -> None:
-        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
-        self._attempts[sequence.attempt].sequence = None
+    def _part(self, sequence: Sequence) -> None:
+        attempt, slot = sequence.attempt, sequence.tail_slot
+        assert attempt is not None and slot is not None, f"{sequence.number} fetches nothing"
+        del self._fetching[attempt]
+        self._parted[attempt] = (sequence.page_indices, slot)
         sequence.disown()

@@ -30,7 +30,6 @@ class KVCache(Resource):
     """
 
     def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
-        self.config = config
         self.layout = KVLayout(
             order=config.kv_layout,
             num_layers=model.num_layers,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -27,20 +27,19 @@ class Prompt:
     sampling: SamplingParams
 
 
-class _Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Types only; what is in range is `SamplingParams`' to say."""
-
-    prompt: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    prompt_token_ids: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)] | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    stop: str | tuple[str, ...] | None = None
-    ignore_eos: bool | None = None
-    logprobs: int | None = None
+_FIELDS = {
+    "prompt": Annotated[str, msgspec.Meta(min_length=1)],
+    "prompt_token_ids": Annotated[tuple[int, ...], msgspec.Meta(min_length=1)],
+    **get_type_hints(SamplingParams),
+    "stop": str | tuple[str, ...],
+}
+#: Types only; what is in range is `SamplingParams`' to say.
+_Line = msgspec.defstruct(
+    "_Line",
+    [(name, kind | None, None) for name, kind in _FIELDS.items()],
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
 
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
