@@ -38,14 +38,11 @@ from disagg.messenger.messages import (
     Role,
 )
 from disagg.messenger.messenger import Messenger, Wiring
+from disagg.messenger.pace import Pace
 from disagg.messenger.sharding import plan_slices
 from disagg.transfer.interface import Peer, PeerLost, TransferError
 
 logger = logging.getLogger(__name__)
-
-#: Seconds between two looks at the layer counter while a step runs. The look gives up Python's
-#: lock; without the pause it would slow the forward pass that it waits for.
-COUNTER_INTERVAL = 100e-6
 
 
 class PrefillerMessenger(Messenger):
@@ -54,6 +51,8 @@ class PrefillerMessenger(Messenger):
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
         self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
+        self._read_counter = read_counter
+        self._pace = Pace()
         self._links: dict[Peer, Link] = {}
         self._inbox: deque[Step] = deque()
         self._next_job = 1
@@ -69,15 +68,19 @@ class PrefillerMessenger(Messenger):
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
+        while self._inbox:
+            self._pace.start(self._read_counter(), self._clock())
+            self._writer.add_step(self._inbox.popleft())
         timeout = min(timeout, self._config.heartbeat_interval / 2)
-        busy = self._writer.busy or self._inbox
-        events = self._transfer.poll(min(timeout, COUNTER_INTERVAL) if busy else timeout)
+        if self._writer.busy:
+            runs = self._writer.layer_runs
+            pause = self._pace.pause(self._read_counter(), self._clock(), layer_runs=runs)
+            timeout = min(timeout, pause)
+        events = self._transfer.poll(timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
         self._writer.settle(event for event in events if isinstance(event, WritesEnded))
         for event in events:
             self._on_event(event)
-        while self._inbox:
-            self._writer.add_step(self._inbox.popleft())
         self._writer.post_finished_layers()
         self._watch_silence()
 

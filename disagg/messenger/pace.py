@@ -1,0 +1,38 @@
+"""When to look at the layer counter next. A look costs the forward pass that it waits for.
+
+    counter   b ............. b+1 ............. b+2 ...      each layer takes about as long as the
+    looks     | ||||||||||||| |        |    |  |||           one before: half of what is left, again
+                                                             and again, then often
+
+Each look takes Python's lock and some time of a CPU (`tests/bench/bench_messenger_cost.py`), so a
+fixed short pause would cost a fifth of a core; a long one would leave finished layers lying.
+"""
+
+from __future__ import annotations
+
+#: Seconds of the shortest pause.
+MIN_PAUSE = 100e-6
+#: A layer that takes longer than expected: pause for this share of its time so far.
+SHARE = 1 / 16
+
+
+class Pace:
+    """All times are seconds on one clock, passed in."""
+
+    def __init__(self) -> None:
+        self._counter = 0
+        self._moved_at = 0.0
+        self._layer_seconds = 0.0
+
+    def start(self, counter: int, now: float) -> None:
+        """A step begins: how long its layers take is not known."""
+        self._counter, self._moved_at, self._layer_seconds = counter, now, 0.0
+
+    def pause(self, counter: int, now: float, *, layer_runs: bool) -> float:
+        """Until the next look. Without `layer_runs` only the step's end is to come, soon."""
+        if counter > self._counter:
+            self._layer_seconds = (now - self._moved_at) / (counter - self._counter)
+            self._counter, self._moved_at = counter, now
+        elapsed = now - self._moved_at
+        left = self._layer_seconds - elapsed if layer_runs else 0.0
+        return max(MIN_PAUSE, left / 2, SHARE * elapsed)
