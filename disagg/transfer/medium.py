@@ -65,6 +65,17 @@ class Job:
         return self.num_posted == len(self.source_offsets)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """What a link is made for. `outgoing`: this side connected. `arrived` counts what the peer
+    wrote; it is called from the control's `poll`."""
+
+    control: Control
+    peer: Peer
+    arrived: Arrived
+    outgoing: bool
+
+
 class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
@@ -75,9 +86,10 @@ class Link(ABC):
     #: How errors call the path: "... broke".
     path: ClassVar[str]
 
-    def __init__(self, control: Control, peer: Peer) -> None:
-        self.control = control
-        self.peer = peer
+    def __init__(self, connection: Connection) -> None:
+        self.control = connection.control
+        self.peer = connection.peer
+        self.outgoing = connection.outgoing
         self.info = b""
         self.jobs: deque[Job] = deque()
         self.ended: list[WritesDone] = []
@@ -147,8 +159,8 @@ class Medium(ABC):
         """One more region; `view` is its bytes. TransferError if it cannot be reached this way."""
 
     @abstractmethod
-    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
-        """A link for a new connection. `arrived` is called from the control's `poll`. OSError."""
+    def link(self, connection: Connection) -> Link:
+        """A link for a new connection. OSError."""
 
     def fits(self, info: bytes) -> bool:
         """Whether a peer with this opening can be reached; asked if there is another way."""

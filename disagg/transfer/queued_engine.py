@@ -44,7 +44,7 @@ from disagg.transfer.interface import (
     TransferEngine,
     TransferError,
 )
-from disagg.transfer.medium import MAX_REGIONS, Bytes, Job, Link, Medium
+from disagg.transfer.medium import MAX_REGIONS, Bytes, Connection, Job, Link, Medium
 from disagg.transfer.sockets import reason_of
 
 FENCE_INTERVAL_SECONDS = 0.01
@@ -229,8 +229,11 @@ class QueuedEngine(TransferEngine, Resource):
         if not self._control.is_open(peer):
             return
         arrived = partial(self._counter.count, peer)
+        connection = Connection(
+            control=self._control, peer=peer, arrived=arrived, outgoing=outgoing
+        )
         try:
-            links = {m.name: m.link(self._control, peer, arrived, outgoing=outgoing) for m in media}
+            links = {medium.name: medium.link(connection) for medium in media}
         except OSError as error:  # no descriptors left
             self._control.close_peer(peer, f"cannot make a path for writes: {reason_of(error)}")
             return

@@ -33,10 +33,18 @@ import numpy as np
 from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.bounds import check_offsets
-from disagg.transfer.control import Control
-from disagg.transfer.interface import Memory, Peer, TransferError
+from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease
-from disagg.transfer.medium import MAX_REGIONS, Arrived, Bytes, Job, Link, LinkError, Medium, decode
+from disagg.transfer.medium import (
+    MAX_REGIONS,
+    Bytes,
+    Connection,
+    Job,
+    Link,
+    LinkError,
+    Medium,
+    decode,
+)
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.waiter import READABLE
 
@@ -68,9 +76,9 @@ class ShmMedium(Medium):
     name = "shm"
 
     def __init__(self, copy: Copy = copy_pages) -> None:
-        self._copy = copy
-        self._own: list[tuple[int, Extent]] = []
-        self._host = host_identity()
+        self.copy = copy
+        self.own: list[tuple[int, Extent]] = []
+        self.host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
         if memory.fd is None:
@@ -80,16 +88,14 @@ class ShmMedium(Medium):
         extent = Extent(os.fstat(memory.fd).st_size, memory.fd_offset, memory.nbytes)
         offset = np.array([memory.fd_offset])
         check_offsets("memory", offset, memory.nbytes, extent.file_bytes)
-        self._own.append((memory.fd, extent))
+        self.own.append((memory.fd, extent))
 
-    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
-        return ShmLink(
-            control, peer, self._own, arrived, self._copy, host=self._host, outgoing=outgoing
-        )
+    def link(self, connection: Connection) -> Link:
+        return ShmLink(connection, self)
 
     def fits(self, info: bytes) -> bool:
         try:
-            return decode(info, _Info, "opening of shm").host == self._host
+            return decode(info, _Info, "opening of shm").host == self.host
         except LinkError:
             return False
 
@@ -117,40 +123,28 @@ class ShmLink(Link):
 
     path = "Unix socket"
 
-    def __init__(
-        self,
-        control: Control,
-        peer: Peer,
-        own: list[tuple[int, Extent]],
-        arrived: Arrived,
-        copy: Copy,
-        *,
-        host: str,
-        outgoing: bool,
-    ) -> None:
-        super().__init__(control, peer)
+    def __init__(self, connection: Connection, medium: ShmMedium) -> None:
+        super().__init__(connection)
+        self._medium = medium
+        self._arrived = connection.arrived
         self.regions: list[Bytes] = []
         self.lease: Lease | None = None
         self.held_lease: HeldLease | None = None
-        self._own = own
-        self._arrived = arrived
-        self._copy = copy
         self._token = secrets.token_bytes(16)
         self._their_token = b""
-        self._outgoing = outgoing
         #: Who is called listens on it, until it is the connection.
         self._unix = socket.socket(socket.AF_UNIX, _PACKETS)
-        name = None if outgoing else f"disagg-{secrets.token_hex(16)}"
+        name = None if self.outgoing else f"disagg-{secrets.token_hex(16)}"
         if name is not None:
             self._unix.bind(f"\0{name}")
             self._unix.listen(8)
-        self.info = msgspec.msgpack.encode(_Info(self._token, name, host))
+        self.info = msgspec.msgpack.encode(_Info(self._token, name, medium.host))
 
     def start(self, info: bytes) -> None:
         """Dial the peer's Unix socket, or wait for its call on ours."""
         theirs = decode(info, _Info, "opening of shm")
         self._their_token = theirs.token
-        if not self._outgoing:
+        if not self.outgoing:
             self._watch(self._accept)
             return
         if theirs.name is None:
@@ -225,7 +219,7 @@ class ShmLink(Link):
         some = slice(job.num_posted, job.num_posted + count)
         sources = job.source_offsets[some] + job.within
         destinations = job.destination_offsets[some] + job.within
-        self._copy(self.regions[job.region], job.source, nbytes, destinations, sources)
+        self._medium.copy(self.regions[job.region], job.source, nbytes, destinations, sources)
         job.within += nbytes
         if job.within == job.write_bytes:
             job.within = 0
@@ -247,8 +241,9 @@ class ShmLink(Link):
 
     def _introduce(self) -> None:
         self.lease = Lease()
-        introduction = _Introduction(self._their_token, [extent for _, extent in self._own])
-        fds = [self.lease.fd, *(fd for fd, _ in self._own)]
+        own = self._medium.own
+        introduction = _Introduction(self._their_token, [extent for _, extent in own])
+        fds = [self.lease.fd, *(fd for fd, _ in own)]
         socket.send_fds(self._unix, [msgspec.msgpack.encode(introduction)], fds)
 
     def _meet(self) -> None:
@@ -276,7 +271,7 @@ class ShmLink(Link):
         finally:
             for fd in fds:
                 os.close(fd)
-        if not self._outgoing:
+        if not self.outgoing:
             self._introduce()
         self.control.waiter.close_socket(self._unix)
         self.control.ready(self.peer)

@@ -22,9 +22,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from disagg.transfer.control import Control
-from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
-from disagg.transfer.medium import Arrived, Bytes, Link, LinkError, Medium, decode
+from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
+from disagg.transfer.medium import Bytes, Connection, Link, LinkError, Medium, decode
 from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
 from disagg.transfer.waiter import READABLE, WRITABLE
 
@@ -54,8 +53,8 @@ class TcpMedium(Medium):
     def register(self, memory: Memory, view: Bytes) -> None:
         self._regions.append(view)
 
-    def link(self, control: Control, peer: Peer, arrived: Arrived, *, outgoing: bool) -> Link:
-        return TcpLink(control, peer, self._regions, arrived, self._send, outgoing=outgoing)
+    def link(self, connection: Connection) -> Link:
+        return TcpLink(connection, self._regions, self._send)
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -70,21 +69,11 @@ class TcpLink(Link):
 
     path = "data connection"
 
-    def __init__(
-        self,
-        control: Control,
-        peer: Peer,
-        regions: list[Bytes],
-        arrived: Arrived,
-        send: Send,
-        *,
-        outgoing: bool,
-    ) -> None:
-        super().__init__(control, peer)
-        self._outgoing = outgoing
-        key = None if outgoing else control.expect_join(peer, self._take)
+    def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
+        super().__init__(connection)
+        key = None if self.outgoing else self.control.expect_join(self.peer, self._take)
         self.info = msgspec.msgpack.encode(_Info(key, [region.nbytes for region in regions]))
-        self._reader = FrameReader(regions, arrived)
+        self._reader = FrameReader(regions, connection.arrived)
         self._send = send
         self._data: socket.socket | None = None
         self._blocked = False
@@ -94,7 +83,7 @@ class TcpLink(Link):
         """Dial for the data connection, or wait for it."""
         theirs = decode(info, _Info, "opening of tcp")
         self.region_bytes = theirs.region_bytes
-        if not self._outgoing:
+        if not self.outgoing:
             return
         if theirs.key is None:
             raise LinkError("malformed opening of tcp: expected a key")
