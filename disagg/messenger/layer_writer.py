@@ -132,10 +132,9 @@ class LayerWriter:
         """Whether a step runs whose layers are to be watched."""
         return bool(self._steps)
 
-    @property
-    def layer_runs(self) -> bool:
-        """Whether the step that runs, as far as is known, has layers to come."""
-        return self._steps[0].next_layer < self._memory.layout.num_layers
+    def layer_runs(self, counter: int) -> bool:
+        """Whether at this counter a step has layers to come."""
+        return bool(self._steps) and counter < self._steps[0].base + self._memory.layout.num_layers
 
     def open(self, attempt: Attempt) -> None:
         """Take an attempt whose job the engine will compute."""

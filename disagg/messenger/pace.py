@@ -1,8 +1,8 @@
 """When to look at the layer counter next. A look costs the forward pass that it waits for.
 
     counter   b ............. b+1 ............. b+2 ...      each layer takes about as long as the
-    looks     | ||||||||||||| |        |    |  |||           one before: half of what is left, again
-                                                             and again, then often
+    looks     | ||||||||||||| |            |  | |            one before: pause for most of what is
+                                                             left of it, then shortly
 
 Each look takes Python's lock and some time of a CPU (`tests/bench/bench_messenger_cost.py`), so a
 fixed short pause would cost a fifth of a core; a long one would leave finished layers lying.
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 #: Seconds of the shortest pause.
 MIN_PAUSE = 100e-6
-#: A layer that takes longer than expected: pause for this share of its time so far.
-SHARE = 1 / 16
+#: Pause for this share of what is left of a layer; and, since none takes exactly as long as the one
+#: before, for that share of its time so far at least.
+SHARE_LEFT, SHARE_PASSED = 0.8, 1 / 16
 
 
 class Pace:
@@ -35,4 +36,4 @@ class Pace:
             self._counter, self._moved_at = counter, now
         elapsed = now - self._moved_at
         left = self._layer_seconds - elapsed if layer_runs else 0.0
-        return max(MIN_PAUSE, left / 2, SHARE * elapsed)
+        return max(MIN_PAUSE, SHARE_LEFT * left, SHARE_PASSED * elapsed)

@@ -38,7 +38,7 @@ from disagg.messenger.messages import (
     Role,
 )
 from disagg.messenger.messenger import Messenger, Wiring
-from disagg.messenger.pace import Pace
+from disagg.messenger.pace import MIN_PAUSE, Pace
 from disagg.messenger.sharding import plan_slices
 from disagg.transfer.interface import Peer, PeerLost, TransferError
 
@@ -52,7 +52,7 @@ class PrefillerMessenger(Messenger):
         super().__init__(wiring)
         self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
         self._read_counter = read_counter
-        self._pace = Pace()
+        self._pace, self._pause = Pace(), MIN_PAUSE
         self._links: dict[Peer, Link] = {}
         self._inbox: deque[Step] = deque()
         self._next_job = 1
@@ -70,17 +70,18 @@ class PrefillerMessenger(Messenger):
         """One look at everything: transfer events, the layer counter, the clocks."""
         while self._inbox:
             self._pace.start(self._read_counter(), self._clock())
+            self._pause = MIN_PAUSE
             self._writer.add_step(self._inbox.popleft())
         timeout = min(timeout, self._config.heartbeat_interval / 2)
-        if self._writer.busy:
-            runs = self._writer.layer_runs
-            pause = self._pace.pause(self._read_counter(), self._clock(), layer_runs=runs)
-            timeout = min(timeout, pause)
-        events = self._transfer.poll(timeout)
+        events = self._transfer.poll(min(timeout, self._pause) if self._writer.busy else timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
         self._writer.settle(event for event in events if isinstance(event, WritesEnded))
         for event in events:
             self._on_event(event)
+        # Read before posting, which reads it anew: what is posted is then never slept over.
+        counter = self._read_counter()
+        runs = self._writer.layer_runs(counter)
+        self._pause = self._pace.pause(counter, self._clock(), layer_runs=runs)
         self._writer.post_finished_layers()
         self._watch_silence()
 
