@@ -525,3 +525,16 @@ def test_a_note_is_nothing_that_tcp_knows(world, impostor):
     (peer,) = impostor.control._connections
     impostor.control.send_note(peer, b"note")
     assert "a note of 4 bytes" in fate(world, impostor, node)
+
+
+def test_a_peer_that_is_closed_while_its_data_connection_is_dialled(world, impostor):
+    """The second connection ends with the first."""
+    node = world.node()
+    impostor.offer = lambda: msgspec.msgpack.encode([b"k" * KEY_BYTES, []])
+    peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
+    control = node.engine._control
+    impostor.run(node, lambda: len(control._connections) == 2)
+    node.engine.close_peer(peer, "enough")
+    assert not control._connections
+    node.poll()
+    assert [event.why for event in node.of(PeerLost)] == ["enough"]
