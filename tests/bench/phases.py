@@ -41,7 +41,7 @@ from disagg.engine.runner import Runner
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import pages_for
 from disagg.model.attention import TorchPagedAttention
-from disagg.model.weights import default_dtype, load_model, read_config
+from disagg.model.weights import load_model, read_config
 from disagg.request import SamplingParams
 from disagg.serve.default_model import resolve_model
 
@@ -163,7 +163,7 @@ def draw(times: Times, grid: Sequence[Step], path: Path, title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="folder or hub name; default as for run_decode.py")
-    parser.add_argument("--dtype", choices=["auto", *ITEMSIZE], default="auto")
+    parser.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16")
     parser.add_argument("--qo-lens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--kv-lens", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5, help="the median of so many is shown")
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help=".svg or .png")
     options = parser.parse_args(arguments)
     folder = resolve_model(options.model)
-    dtype = default_dtype() if options.dtype == "auto" else options.dtype
+    dtype = options.dtype
     grid = grid_of(options.qo_lens, options.kv_lens)
     chunks = prefill_steps(options.prompt_tokens, options.chunk)
     # A decoder's sequences are, on average, half way through their output.
