@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from disagg.messenger.messages import PROTOCOL_VERSION
 from disagg.transfer import shm
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
 from tests.engines import shm_engine
@@ -147,7 +148,7 @@ def test_a_decoder_of_another_version_hears_ours(tmp_path):
     config = node_config(model, listen=("127.0.0.1", 0))
     with HeldNode(config) as node, shm_engine() as mine:
         peer = mine.connect(*node.address)
-        mine.send(peer, b"\x02Hello of tomorrow")
+        mine.send(peer, bytes((PROTOCOL_VERSION + 1,)) + b"Hello of tomorrow")
         seen: list[object] = []
 
         def lost() -> bool:
@@ -156,4 +157,4 @@ def test_a_decoder_of_another_version_hears_ours(tmp_path):
 
         wait_until(lost, seconds=5)
         heard = [event.data for event in seen if isinstance(event, MessageReceived)]
-        assert heard and heard[0][0] == 1, seen
+        assert heard and heard[0][0] == PROTOCOL_VERSION, seen

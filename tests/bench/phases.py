@@ -113,7 +113,7 @@ class Steps:
 
     def _run(self, step: Step) -> float:
         num_pages = pages_for(step.kv_len, PAGE_SIZE)
-        pages = torch.randperm(self._runner.kv_cache.config.num_pages, generator=self._random)
+        pages = torch.randperm(self._runner.kv_cache.layout.num_pages, generator=self._random)
         spans = [
             Span(
                 first_token=step.kv_len - step.qo_len,
