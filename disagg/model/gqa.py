@@ -43,6 +43,7 @@ class LlamaModel:
         self.config = config
         vocab_shape = (config.vocab_size, config.hidden_size)
         self._embedding = read("model.embed_tokens.weight", vocab_shape)
+        self._dtype = layers.compute_dtype(self._embedding.dtype)
         self._layers = [_read_layer(config, read, layer) for layer in range(config.num_layers)]
         self._norm = _read_norm(config, read, "model.norm")
         head = self._embedding
@@ -69,7 +70,7 @@ class LlamaModel:
         written into it. `attention` has been planned for this step. `on_layer()` is called once
         per layer, as the module's picture shows.
         """
-        hidden = F.embedding(token_ids, self._embedding)  # [T, hidden_size]
+        hidden = F.embedding(token_ids, self._embedding).to(self._dtype)  # [T, hidden_size]
         cos, sin = layers.rope_tables(positions, self._frequencies, hidden.dtype)
         for layer, pages in zip(self._layers, kv_pages, strict=True):
             normed = layer.input_norm(hidden)

@@ -26,7 +26,7 @@ PACKED_FOR = 16
 
 
 class ReadTensor(Protocol):
-    """Reads a checkpoint's tensor by its Hugging Face name, in the dtype that is computed in."""
+    """Reads a checkpoint's tensor by its Hugging Face name, in the dtype the model runs in."""
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor; ValueError if it is missing or not of that shape."""
@@ -47,17 +47,23 @@ class Linear:
     """`x @ weight.T + bias`: weight `[out_features, in_features]`, bias `[out_features]`.
 
     The weight is laid out once as oneDNN reads it, for batches of about `PACKED_FOR` tokens; one
-    layout serves all batch sizes.
+    layout serves all batch sizes. `x` and the result are in `compute_dtype(weight.dtype)`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
-        self._bias = bias
+        computed = compute_dtype(weight.dtype)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(computed), PACKED_FOR)
+        self._bias = None if bias is None else bias.to(computed)
+        # One token is as fast as its weights are read: then half the bytes are worth emulation.
+        self._narrow = None if weight.dtype == computed else (weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, in_features]` to `[T, out_features]`."""
+        if self._narrow is not None and x.shape[0] == 1:
+            weight, bias = self._narrow
+            return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
         mapped: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
+            x, self._packed, self._bias, "none", [], ""
         )
         return mapped
 
@@ -69,7 +75,7 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
+        self._weight = weight.to(compute_dtype(weight.dtype))
         self._eps = torch.tensor([eps])
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from disagg.config import ITEMSIZE, Llama3RopeScaling, ModelConfig
 from disagg.model.gqa import LlamaModel
-from disagg.model.layers import compute_dtype
 
 #: Architectures by the name in config.json: the `model_type` that goes with it, the class.
 ARCHITECTURES = {"LlamaForCausalLM": ("llama", LlamaModel)}
@@ -39,15 +38,14 @@ SAMPLED_BLOCK_BYTES = 4096
 
 
 def load_model(folder: Path, dtype: str) -> LlamaModel:
-    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16") as it is computed
-    (`layers.compute_dtype`).
+    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16").
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
     config = read_config(folder)
-    checkpoint = Checkpoint(folder, compute_dtype(getattr(torch, dtype)))
+    checkpoint = Checkpoint(folder, getattr(torch, dtype))
     _, model_class = ARCHITECTURES[config.architecture]
     model = model_class(config, checkpoint.read)
     checkpoint.refuse_unread(tied=config.tie_word_embeddings)

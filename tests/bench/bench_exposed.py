@@ -15,7 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from disagg.transfer.shm import ShmTransferEngine
+from disagg.transfer.page_copy import copy_pages
+from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import ShmMedium
 from tests.nodes import HeldNode, ask, node_config
 from tests.tiny_models import make_tiny_llama
 
@@ -34,14 +36,14 @@ SHAPE = {
 NODE = {"page_size": 16, "num_pages": 256, "max_batch_tokens": 2048}
 
 
-class ThrottledShm(ShmTransferEngine):
+class ThrottledCopy:
     """Copies as if over a link of `bandwidth` bytes a second."""
 
     bandwidth = float("inf")
 
-    def _copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
+    def __call__(self, destination, source, page_bytes, destination_offsets, source_offsets):
         end = time.monotonic() + page_bytes * len(source_offsets) / self.bandwidth
-        super()._copy(destination, source, page_bytes, destination_offsets, source_offsets)
+        copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
         time.sleep(max(0.0, end - time.monotonic()))
 
 
@@ -50,7 +52,12 @@ class PacedNode(HeldNode):
 
     def __init__(self, config):
         self.layer_seconds, self.by_layer, self.started = 0.0, True, []
-        super().__init__(config, before_layer=self.pace, make_transfer=ThrottledShm)
+        self.copy = ThrottledCopy()
+        super().__init__(
+            config,
+            before_layer=self.pace,
+            make_transfer=lambda: QueuedEngine([ShmMedium(self.copy)]),
+        )
 
     def pace(self, layer):
         """Called when a layer starts, and once more when the last one was counted."""
@@ -71,7 +78,7 @@ def prefiller_main(pipe, folder):
     with PacedNode(node_config(folder, listen=("127.0.0.1", 0), **NODE)) as node:
         pipe.send(node.address)
         while (order := pipe.recv()) is not None:
-            node.layer_seconds, node._transfer.bandwidth, node.by_layer = order
+            node.layer_seconds, node.copy.bandwidth, node.by_layer = order
             pipe.send(None)
             pipe.recv()
             pipe.send([b - a for a, b in zip(node.started, node.started[1:], strict=False)])
