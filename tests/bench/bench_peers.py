@@ -24,6 +24,9 @@ from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory, MessageReceived
 from tests.bench.bench_shm import measure, poll_until, write_scattered
 
+#: Over TCP it fails with some thousands of writes in one call.
+MOONCAKE_BATCH = 512
+
 
 def owner_main(name, pipe, nbytes):
     """Owns the memory that is written into; measures for disagg, where the owner counts."""
@@ -126,10 +129,11 @@ def mooncake_writer(name, memory, where):
     engine = mooncake_engine(memory)
 
     def write(sources, destinations, page_bytes):
-        sizes = [page_bytes] * len(sources)
-        lists = (sources.tolist(), destinations.tolist())
-        if engine.batch_transfer_sync_write(where, *lists, sizes):
-            raise SystemExit(f"{name}: the transfer failed")
+        for first in range(0, len(sources), MOONCAKE_BATCH):
+            starts, ends = (o[first : first + MOONCAKE_BATCH] for o in (sources, destinations))
+            sizes = [page_bytes] * len(starts)
+            if engine.batch_transfer_sync_write(where, starts.tolist(), ends.tolist(), sizes):
+                raise SystemExit(f"{name}: the transfer failed")
 
     return write
 
@@ -143,10 +147,12 @@ class Pair:
         self.to_owner, end = context.Pipe()
         owner = context.Process(target=owner_main, args=(name, end, nbytes), daemon=True)
         owner.start()
+        self.processes = [owner]
         self.to_writer, end = context.Pipe()
         where = self.to_owner.recv()
         writer = context.Process(target=writer_main, args=(name, end, where, nbytes), daemon=True)
         writer.start()
+        self.processes.append(writer)
 
     def run(self, page_bytes, imm):
         """Seconds of one round."""
@@ -184,6 +190,8 @@ def main():
                 taken[pair.name].append(pair.run(page_bytes, imm))
         rates = (nbytes / statistics.median(times[1:]) / 1e9 for times in taken.values())
         print(f"{page_bytes:>8}", *(f"{rate:>11.2f}" for rate in rates), flush=True)
+    for process in (process for pair in pairs for process in pair.processes):
+        process.kill()  # some of these libraries do not end by themselves
 
 
 if __name__ == "__main__":
