@@ -172,7 +172,9 @@ class TorchPagedAttention:
         num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         # Pad with a page of the same request: it holds nothing but the request's own numbers.
         padded = max(len(pages) for pages in page_lists)
-        table = np.stack([np.pad(p, (0, padded - len(p)), mode="edge") for p in page_lists])
+        table = np.empty((len(page_lists), padded), dtype=np.int64)
+        for row, pages in zip(table, page_lists, strict=True):
+            row[: len(pages)], row[len(pages) :] = pages, pages[-1]
         rows = [self._gather_rows(table, kv) for kv in (0, 1)]
         query = kv_lens[:, None] - qo_len + np.arange(qo_len)  # positions [B, qo_len]
         keys = np.arange(padded * self._layout.page_size)
