@@ -1,12 +1,17 @@
 """Transfer engines by name, also such as call a test in the middle of a copy."""
 
+import socket
+import time
 from collections.abc import Callable
 
+import numpy as np
+
 from disagg.transfer.control import Control, Opened
+from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferEngine
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import Copy, ShmMedium
-from disagg.transfer.tcp import Send, TcpMedium, send_buffers
+from disagg.transfer.tcp import Send, TcpMedium
 
 
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
@@ -14,7 +19,7 @@ def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     return QueuedEngine([ShmMedium(copy)], **options)
 
 
-def tcp_engine(send: Send = send_buffers, **options) -> QueuedEngine:
+def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
     """Sends by `send`."""
     return QueuedEngine([TcpMedium(send)], **options)
 
@@ -22,6 +27,21 @@ def tcp_engine(send: Send = send_buffers, **options) -> QueuedEngine:
 def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Either of them, as it fits."""
     return QueuedEngine([ShmMedium(copy), TcpMedium()], **options)
+
+
+def write(
+    engine: TransferEngine,
+    peer: Peer,
+    src: MemoryRegion,
+    src_offset: int,
+    dst: bytes,
+    dst_offset: int,
+    nbytes: int,
+    imm: int,
+) -> Ticket:
+    """One write."""
+    offsets = np.array([src_offset]), np.array([dst_offset])
+    return engine.write_pages(peer, src, dst, nbytes, *offsets, imm)
 
 
 def in_halves(inside: Callable[[], None]) -> Copy:
@@ -53,8 +73,15 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
 class OpeningControl(Control):
     """A control that says its openings by itself; `offer()` gives what they offer."""
 
-    def __init__(self, offer: Callable[[], dict[str, bytes]], **options) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        offer: Callable[[], dict[str, bytes]],
+        transports,
+        epoch,
+        clock=time.monotonic,
+        timeout=5.0,
+    ) -> None:
+        super().__init__(transports, epoch, clock, timeout)
         self.offer = offer
         self.dialled = set()
 

@@ -279,8 +279,8 @@ def lost_peers_leave_nothing(code: Code) -> None:
     assert client.ended == "local"
     prefiller, decoder = world.prefill_nodes[0].messenger, world.decode_node.messenger
     assert len(prefiller._links) == 1, "a lost decoder is still greeted"
-    assert len(prefiller._liveness._silence) == len(decoder._liveness._silence) == 1
-    assert not world.decode_node.transfer.counter._waiting and not decoder._by_imm
+    assert len(prefiller._silence) == len(decoder._silence) == 1
+    assert not world.decode_node.transfer.counter._waiting
     assert not prefiller._writer._tickets
     assert all(p.num_attempts == 0 for p in decoder._prefillers._prefillers)
 

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from disagg.transfer.auto import TRANSPORTS, make_engine
 from disagg.transfer.interface import PeerFenced, PeerLost
 from disagg.transfer.shm import ShmLink, host_identity
 from disagg.transfer.tcp import TcpLink
-from tests.engines import auto_engine
+from tests.engines import auto_engine, write
 from tests.test_transfer_conformance import Node, World
 
 
@@ -33,8 +34,8 @@ def kind_of_link(world, dialler, listener):
     listener.bytes[:64] = dialler.bytes[:64] = 7
     dialler.engine.expect(there, 1, 1)
     listener.engine.expect(back, 1, 1)
-    dialler.engine.write(there, dialler.region, 0, listener.region.descriptor, 100, 64, 1)
-    listener.engine.write(back, listener.region, 0, dialler.region.descriptor, 200, 64, 1)
+    write(dialler.engine, there, dialler.region, 0, listener.region.descriptor, 100, 64, 1)
+    write(listener.engine, back, listener.region, 0, dialler.region.descriptor, 200, 64, 1)
     world.run(lambda: dialler.reached == listener.reached == [1])
     assert listener.bytes[100:164].all()
     assert dialler.bytes[200:264].all()
@@ -65,6 +66,15 @@ def test_different_hosts_choose_tcp(world, monkeypatch):
     assert kind_of_link(world, node(world, "auto"), node(world, "auto")) is TcpLink
 
 
+def test_memory_that_cannot_be_opened_chooses_tcp(world, monkeypatch):
+    """A host that looks like ours, but the process is not to be seen there."""
+    dialler, listener = node(world, "auto"), node(world, "auto")
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    monkeypatch.setattr(os, "getpid", lambda: ended.pid)
+    assert kind_of_link(world, dialler, listener) is TcpLink
+
+
 def test_one_listener_serves_both_kinds(world):
     listener = node(world, "auto")
     peers = [node(world, transport) for transport in ("shm", "tcp")]
@@ -90,7 +100,7 @@ def test_the_host_identity_is_of_host_network_and_user(monkeypatch):
 
 
 def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
-    """Neither a Unix socket nor a key that still opens the door."""
+    """Neither a lease nor a key that still opens the door."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     dialler, listener = node(world, "auto"), node(world, "tcp")
     assert kind_of_link(world, dialler, listener) is TcpLink

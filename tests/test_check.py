@@ -21,7 +21,7 @@ from disagg.transfer.interface import MessageReceived
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
-from tests.engines import auto_engine
+from tests.engines import auto_engine, write
 from tests.nodes import HeldNode, Oracle, ask, node_config, pair, prompt_of, tokens_of
 from tests.prefiller_process import prefiller_process
 from tests.protocol_world import IDENTITY
@@ -212,7 +212,7 @@ def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypat
         if probe.page_bytes > scratch_bytes:
             ((peer, link),) = started._messenger._links.items()
             scratch = started._messenger._memory.scratch_region
-            started._transfer.write(peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
+            write(started._transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
         return why
 
     monkeypatch.setattr(prefiller_module, "probe_problem", write_first)

@@ -35,7 +35,7 @@ def make_control(transport="test", clock=time.monotonic, opening_timeout=5.0):
         transports=[transport, "spare"],
         epoch=42,
         clock=clock,
-        opening_timeout=opening_timeout,
+        timeout=opening_timeout,
     )
 
 

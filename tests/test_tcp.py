@@ -21,10 +21,10 @@ from disagg.transfer.interface import (
     WritesDone,
 )
 from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.tcp import CALL_BYTES, send_buffers
+from disagg.transfer.tcp import CALL_BYTES
 from disagg.transfer.tcp_frames import FRAME_BYTES, HEADER, MAX_FRAME_WRITES
 from disagg.transfer.wire import framed
-from tests.engines import OpeningControl, tcp_engine
+from tests.engines import OpeningControl, tcp_engine, write
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,
     KIB,
@@ -57,7 +57,9 @@ def choppy_tcp(most):
     """Its kernel takes a few bytes at a time."""
     rng = np.random.default_rng(3)
     return tcp_engine(
-        lambda data, buffers: send_buffers(data, [b"".join(buffers)[: rng.integers(1, most)]])
+        lambda data, buffers: socket.socket.sendmsg(
+            data, [b"".join(buffers)[: rng.integers(1, most)]]
+        )
     )
 
 
@@ -114,7 +116,7 @@ def test_memory_needs_no_descriptor(world):
     region = writer.engine.register(Memory(address=plain.ctypes.data, nbytes=64))
     there, back = world.connect(writer, owner)
     owner.engine.expect(back, 1, 1)
-    writer.engine.write(there, region, 0, owner.region.descriptor, 5, 64, 1)
+    write(writer.engine, there, region, 0, owner.region.descriptor, 5, 64, 1)
     world.run(lambda: owner.reached == [1])
     assert owner.bytes.sum() == 9 * 64
 
@@ -147,7 +149,7 @@ def test_one_poll_makes_a_bounded_number_of_small_frames(world):
     there, _ = world.connect(writer, owner)
     world.rounds(5)
     for _ in range(1000):
-        writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 1, 1)
+        write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 1, 1)
     writer.poll()
     assert 0 < len(writer.ended) <= FRAME_BYTES // CALL_BYTES
 
@@ -257,7 +259,7 @@ def test_what_came_before_the_end_is_reported_before_it(world, seen_late):
 def test_withdrawing_from_a_lost_peer_is_of_unknown_outcome(world):
     writer, owner = world.node(), world.node()
     there, _ = world.connect(writer, owner)
-    ticket = writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+    ticket = write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
     writer.engine.close_peer(there, "gone")
     assert writer.engine.withdraw([ticket]) is None
     world.run(lambda: writer.of(PeerFenced))
@@ -330,13 +332,13 @@ def frame(offsets, payload=b"", *, region=0, imm=1, count=None, write_bytes=8):
 def fate(world, impostor, node):
     """Why the node lost the impostor; it was never announced, so only the control knows."""
     reasons = []
-    lose = node.engine._control._lose
+    close_peer = node.engine._control.close_peer
 
-    def spy(connection, why):
+    def spy(peer, why):
         reasons.append(why)
-        lose(connection, why)
+        close_peer(peer, why)
 
-    node.engine._control._lose = spy
+    node.engine._control.close_peer = spy
     impostor.run(node, lambda: not node.engine._peers)
     assert node.events == []
     return reasons[0]
@@ -468,7 +470,7 @@ def test_silent_data_connections_disturb_nobody_and_are_bounded(world):
             node.poll(0.01)
         world.run(lambda: all(was_closed(each) for each in silent[-5:]))
         node.engine.expect(back, 1, 1)
-        honest.engine.write(there, honest.region, 0, node.region.descriptor, 0, 8, 1)
+        write(honest.engine, there, honest.region, 0, node.region.descriptor, 0, 8, 1)
         world.run(lambda: node.reached == [1])
         assert not any(was_closed(each) for each in silent[:10])
 

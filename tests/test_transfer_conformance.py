@@ -33,9 +33,8 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
-from disagg.transfer.tcp import send_buffers
 from tests.adversarial import FakeTransfer, Network
-from tests.engines import auto_engine, in_halves, once, shm_engine, tcp_engine
+from tests.engines import auto_engine, in_halves, once, shm_engine, tcp_engine, write
 
 DEADLINE_SECONDS = 10.0
 KIB, MIB = 1 << 10, 1 << 20
@@ -52,8 +51,8 @@ def interrupted_tcp(inside):
 
     def send(data, buffers):
         if not inside:
-            return send_buffers(data, buffers)
-        sent = send_buffers(data, buffers[: len(buffers) // 2])
+            return socket.socket.sendmsg(data, buffers)
+        sent = socket.socket.sendmsg(data, buffers[: len(buffers) // 2])
         inside.pop()()
         return sent
 
@@ -281,9 +280,9 @@ def test_an_imm_is_reached_at_its_count_and_not_before(world):
     world.run(lambda: owner.reached and len(writer.ended) == 4)
     world.rounds()
     assert owner.reached == [1]
-    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 64, 2)
+    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 64, 2)
     world.run(lambda: len(owner.reached) == 2)
-    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 64, 1)
+    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 64, 1)
     world.rounds()
     assert owner.reached == [1, 2]
 
@@ -332,10 +331,10 @@ def test_one_imm_in_both_directions_is_two_things(world):
     there, back = world.connect(left, right)
     left.engine.expect(there, 3, 1)
     right.engine.expect(back, 3, 1)
-    left.engine.write(there, left.region, 0, right.region.descriptor, 0, 8, 3)
+    write(left.engine, there, left.region, 0, right.region.descriptor, 0, 8, 3)
     world.run(lambda: right.reached == [3])
     assert left.reached == []
-    right.engine.write(back, right.region, 0, left.region.descriptor, 0, 8, 3)
+    write(right.engine, back, right.region, 0, left.region.descriptor, 0, 8, 3)
     world.run(lambda: left.reached == [3])
 
 
@@ -343,11 +342,11 @@ def test_what_arrives_after_forget_is_dropped(world):
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
     owner.engine.expect(back, 1, 2)
-    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
     world.run(lambda: writer.ended)
     owner.engine.forget(1)
     owner.engine.forget(77)
-    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
     world.run(lambda: len(writer.ended) == 2)
     world.rounds()
     assert owner.reached == []
@@ -403,7 +402,7 @@ def test_one_write_larger_than_any_batch(world):
     writer.bytes[:] = noise(11 * MIB)
     owner.engine.expect(back, 1, 2)
     for at, nbytes in ((5, 9 * MIB + 3), (10 * MIB, 1)):
-        writer.engine.write(there, writer.region, at + 7, owner.region.descriptor, at, nbytes, 1)
+        write(writer.engine, there, writer.region, at + 7, owner.region.descriptor, at, nbytes, 1)
     world.run(lambda: owner.reached == [1])
     np.testing.assert_array_equal(owner.bytes[5 : 9 * MIB + 8], writer.bytes[12 : 9 * MIB + 15])
     assert not owner.bytes[:5].any()
@@ -488,7 +487,7 @@ def test_writes_out_of_bounds_post_nothing(world, page_bytes, src, dst):
     world.rounds()
     assert not owner.bytes.any()
     assert owner.reached == writer.ended == []
-    writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 64, 1)
+    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 64, 1)
     world.run(lambda: owner.reached == [1])
 
 
@@ -512,7 +511,7 @@ def test_writes_that_make_no_sense_post_nothing(real_world):
         with pytest.raises(TransferError):
             writer.engine.write_pages(there, writer.region, dst, nbytes, sources, destinations, imm)
     with pytest.raises(TransferError):
-        writer.engine.write(there, owner.region, 0, good, 0, 8, 1)
+        write(writer.engine, there, owner.region, 0, good, 0, 8, 1)
     real_world.rounds()
     assert writer.ended == []
 
@@ -521,7 +520,7 @@ def test_a_refused_write_names_the_offset_and_the_limits(real_world):
     writer, owner = real_world.node(), real_world.node(1000)
     there, _ = real_world.connect(writer, owner)
     with pytest.raises(TransferError, match=r"destination offset 937: 64 bytes.*1000.*0 to 936"):
-        writer.engine.write(there, writer.region, 0, owner.region.descriptor, 937, 64, 1)
+        write(writer.engine, there, writer.region, 0, owner.region.descriptor, 937, 64, 1)
 
 
 # --- Messages and the end of a peer ---
@@ -606,7 +605,7 @@ def test_losing_one_peer_leaves_the_others(world):
     owner.engine.expect(second_back, 2, 1)
     first.engine.close_peer(first_there, "done")
     world.run(lambda: owner.of(PeerFenced))
-    second.engine.write(second_there, second.region, 0, owner.region.descriptor, 0, 8, 2)
+    write(second.engine, second_there, second.region, 0, owner.region.descriptor, 0, 8, 2)
     world.run(lambda: owner.reached == [2])
     assert [event.peer for event in owner.of(PeerLost)] == [first_back]
 
@@ -620,7 +619,7 @@ def test_a_second_connection_is_a_new_peer(world):
     assert again > there
     assert again_back > back
     right.engine.expect(again_back, 1, 1)
-    left.engine.write(again, left.region, 0, right.region.descriptor, 0, 8, 1)
+    write(left.engine, again, left.region, 0, right.region.descriptor, 0, 8, 1)
     world.run(lambda: right.reached == [1])
 
 
@@ -635,12 +634,12 @@ def test_an_engine_can_write_as_soon_as_it_received_a_message(real_world):
     real_world.run(lambda: right.of(MessageReceived))
     first = right.of(MessageReceived)[0]
     left.engine.expect(there, 1, 1)
-    right.engine.write(first.peer, right.region, 0, first.data, 0, 8, 1)
+    write(right.engine, first.peer, right.region, 0, first.data, 0, 8, 1)
     right.engine.send(first.peer, right.region.descriptor)
     real_world.run(lambda: left.of(MessageReceived))
     right.engine.expect(first.peer, 1, 1)
     answer = left.of(MessageReceived)[0]
-    left.engine.write(there, left.region, 0, answer.data, 0, 8, 1)
+    write(left.engine, there, left.region, 0, answer.data, 0, 8, 1)
     real_world.run(lambda: left.reached == right.reached == [1])
 
 
@@ -712,7 +711,7 @@ def test_strangers_at_the_door_disturb_nobody(real_world):
             strangers[-1].sendall(data)
         real_world.rounds()
         owner.engine.expect(back, 1, 1)
-        writer.engine.write(there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
+        write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
         real_world.run(lambda: owner.reached == [1])
         real_world.run(lambda: all(was_closed(stranger) for stranger in strangers))
     assert not owner.of(PeerLost)

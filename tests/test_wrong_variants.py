@@ -30,7 +30,6 @@ MODULES = (
     "messages",
     "node_memory",
     "sharding",
-    "liveness",
     "messenger",
     "admission",
     "layer_writer",
@@ -179,15 +178,15 @@ VARIANTS = (
     ),
     Variant(
         "5: a silent peer is given up",
-        "liveness",
-        "if silence >= self._peer_timeout]",
-        "if silence >= 100 * self._peer_timeout]",
+        "messenger",
+        "if self._silence[peer] >= self._config.peer_timeout:",
+        "if self._silence[peer] >= 100 * self._config.peer_timeout:",
         "silence_ends_a_request",
     ),
     Variant(
         "5: a silent decoder is given up",
         "messenger",
-        "self._liveness.heard(event.peer)",
+        "self._silence[event.peer] = 0.0",
         "pass",
         "silent_decoder_is_given_up",
     ),
@@ -370,8 +369,8 @@ VARIANTS = (
     ),
     Variant(
         "5: a starved look is not silence",
-        "liveness",
-        "observed = min(now - self._last_look, self._heartbeat_interval)",
+        "messenger",
+        "observed = min(now - self._last_look, interval)",
         "observed = now - self._last_look",
         "starved_is_not_silence",
     ),
@@ -413,15 +412,15 @@ VARIANTS = (
     Variant(
         "3: an unknown Cancel is finished",
         "prefiller",
-        "posted=None, finished=True",
-        "posted=None, finished=False",
+        "posted, finished = None, True",
+        "posted, finished = None, False",
         "finished_still_waits_for_the_count",
     ),
     Variant(
         "3: finished is not 'nothing posted'",
         "prefiller",
-        "posted=None, finished=True",
-        "posted=0, finished=False",
+        "posted, finished = None, True",
+        "posted, finished = 0, False",
         "posted_is_exact",
     ),
     Variant(
@@ -490,7 +489,7 @@ VARIANTS = (
     Variant(
         "5: both halves beat",
         "messenger",
-        "if self._liveness.beat_due():",
+        "if now >= self._next_beat:",
         "if False:",
         "without_faults",
     ),
@@ -580,7 +579,7 @@ def load(variant: Variant) -> Code:
             spec = importlib.util.spec_from_loader(name, loader=None)
             assert spec is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
+            put(name, module)
             exec(compile(source, f"wrong {path.name}", "exec"), module.__dict__)
         return Code(
             prefiller=sys.modules["disagg.messenger.prefiller"].PrefillerMessenger,
@@ -589,7 +588,15 @@ def load(variant: Variant) -> Code:
             imm_counter=sys.modules["disagg.transfer.imm_counter"].ImmCounter,
         )
     finally:
-        sys.modules.update(real)
+        for name, module in real.items():
+            put(name, module)
+
+
+def put(name: str, module: ModuleType) -> None:
+    """Where both ways of importing it look: `from package.module import` and `from package`."""
+    package, _, stem = name.rpartition(".")
+    sys.modules[name] = module
+    setattr(sys.modules[package], stem, module)
 
 
 def test_the_loader_alone_changes_nothing() -> None:

@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for
-from disagg.messenger.messages import (
-    Hello,
-    HelloRefused,
-    PrefillRequest,
-    ProbeRequest,
-    ProtocolError,
-    Role,
-    first_difference,
-)
+from disagg.messenger import messages
+from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
 from disagg.messenger.sharding import Slice, expected_count
-from disagg.transfer.bounds import MAX_IMM
+from disagg.transfer.interface import MAX_IMM
 
 #: Most pages a probe may ask for, and most bytes.
 MAX_PROBE_PAGES = 65536
@@ -40,7 +33,7 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> HelloRefu
             f"a Hello of tp {theirs.identity.tp} with {len(theirs.kv_regions)} regions of"
             f" {theirs.num_pages} pages"
         )
-    return first_difference(ours.identity, theirs.identity)
+    return messages.first_difference(ours.identity, theirs.identity)
 
 
 def fits(prefiller: Hello, num_tokens: int) -> str | None:
@@ -62,7 +55,7 @@ def fits(prefiller: Hello, num_tokens: int) -> str | None:
 
 
 def request_problem(
-    request: PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
+    request: messages.PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
 ) -> str | None:
     """Why this request can never be served, or None."""
     assert ours.identity is not None, "a prefiller knows its model"
@@ -92,7 +85,7 @@ def request_problem(
     return None
 
 
-def probe_problem(probe: ProbeRequest, scratch_bytes: int) -> str | None:
+def probe_problem(probe: messages.ProbeRequest, scratch_bytes: int) -> str | None:
     """Why a probe's request is not served, or None."""
     if not 0 < probe.page_bytes <= scratch_bytes:
         return f"page_bytes must lie in 1..{scratch_bytes}, got {probe.page_bytes}"

@@ -24,23 +24,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep, TransferStats
 from disagg.kv_layout import TailLayout
-from disagg.messenger.messages import (
-    Cancel,
-    CancelAck,
-    Heartbeat,
-    Hello,
-    HelloRefused,
-    Message,
-    PrefillFailed,
-    PrefillRejected,
-    PrefillRequest,
-    ProtocolError,
-)
+from disagg.messenger import messages
+from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
 from disagg.messenger.sharding import expected_count
@@ -49,30 +39,16 @@ from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerL
 logger = logging.getLogger(__name__)
 
 
+@enum.unique
 class AttemptState(enum.Enum):
-    """How far an attempt has come on the decoder."""
+    """How far an attempt has come on the decoder, and the states that may follow."""
 
-    WAITING = "waiting"  # for a prefiller to be connected
-    REQUESTED = "requested"  # counting towards the whole
-    CANCELLING = "cancelling"  # Cancel is sent; what was posted is not known yet
-    DRAINING = "draining"  # counting towards what was posted
-    FENCING = "fencing"  # the peer is gone; its writes may still land
-    GONE = "gone"  # pages and tail slot are the engine's again
-
-
-TRANSITIONS = {
-    AttemptState.WAITING: {AttemptState.REQUESTED, AttemptState.GONE},
-    AttemptState.REQUESTED: {
-        AttemptState.CANCELLING,
-        AttemptState.DRAINING,
-        AttemptState.FENCING,
-        AttemptState.GONE,
-    },
-    AttemptState.CANCELLING: {AttemptState.DRAINING, AttemptState.FENCING, AttemptState.GONE},
-    AttemptState.DRAINING: {AttemptState.FENCING, AttemptState.GONE},
-    AttemptState.FENCING: {AttemptState.GONE},
-    AttemptState.GONE: set(),
-}
+    WAITING = ("REQUESTED", "GONE")  # for a prefiller to be connected
+    REQUESTED = ("CANCELLING", "DRAINING", "FENCING", "GONE")  # counting towards the whole
+    CANCELLING = ("DRAINING", "FENCING", "GONE")  # Cancel is sent; what was posted is not known yet
+    DRAINING = ("FENCING", "GONE")  # counting towards what was posted
+    FENCING = ("GONE",)  # the peer is gone; its writes may still land
+    GONE = ()  # pages and tail slot are the engine's again
 
 
 @dataclass(kw_only=True)
@@ -94,7 +70,7 @@ class Attempt:
 
     def move(self, to: AttemptState) -> None:
         """Change state along the table."""
-        assert to in TRANSITIONS[self.state], f"attempt went {self.state} -> {to}"
+        assert to.name in self.state.value, f"attempt went {self.state} -> {to}"
         self.state = to
 
 
@@ -105,7 +81,6 @@ class DecoderMessenger(Messenger):
         super().__init__(wiring)
         self._prefillers = prefillers
         self._attempts: dict[int, Attempt] = {}
-        self._by_imm: dict[int, Attempt] = {}
         self._inbox: deque[FetchKV | int] = deque()
         self._next_imm = 1
 
@@ -126,7 +101,7 @@ class DecoderMessenger(Messenger):
     def poll(self, timeout: float) -> None:
         """One look at everything: connections, the engine's wishes, transfer events, the clocks."""
         for peer in self._prefillers.connect_due():
-            self._liveness.heard(peer)
+            self._silence[peer] = 0.0
             self._send(peer, self._hello)
         for event in self._transfer.poll(min(timeout, self._config.heartbeat_interval / 2)):
             self._on_event(event)
@@ -144,7 +119,7 @@ class DecoderMessenger(Messenger):
         """Attempts whose pages are not the engine's again."""
         return len(self._attempts)
 
-    def _greeted(self) -> Iterable[Peer]:
+    def _greeted(self) -> Collection[Peer]:
         return [prefiller.peer for prefiller in self._prefillers.ready()]
 
     def _attempt_id(self, attempt: Attempt) -> int:
@@ -187,10 +162,9 @@ class DecoderMessenger(Messenger):
         attempt.transport = self._transfer.transport_to(chosen.peer)
         attempt.imm, attempt.count = self._next_imm, count
         self._next_imm += 1
-        self._by_imm[attempt.imm] = attempt
         chosen.num_attempts += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
-        request = PrefillRequest(
+        request = messages.PrefillRequest(
             attempt_id=self._attempt_id(attempt),
             token_ids=fetch.token_ids,
             page_indices=fetch.page_indices,
@@ -206,7 +180,7 @@ class DecoderMessenger(Messenger):
         attempt.move(AttemptState.CANCELLING)
         # An answer is due by the attempt's age or, if that is near, after one peer_timeout.
         attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)
-        self._send(attempt.peer, Cancel(attempt_id=self._attempt_id(attempt)))
+        self._send(attempt.peer, messages.Cancel(attempt_id=self._attempt_id(attempt)))
 
     def _on_deadline(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.REQUESTED:
@@ -236,16 +210,16 @@ class DecoderMessenger(Messenger):
                 if refused is not None:
                     self._send(peer, refused)
                     self._transfer.close_peer(peer, f"refused: {refused.text(received=False)}")
-            case HelloRefused():
+            case messages.HelloRefused():
                 self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
-            case PrefillRejected() | PrefillFailed() | CancelAck():
+            case messages.PrefillRejected() | messages.PrefillFailed() | messages.CancelAck():
                 self._on_answer(peer, message)
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._prefillers.on_beat(peer, message.clock_ns)
             case _:
                 super()._on_message(peer, message)
 
-    def _on_answer(self, peer: Peer, message: PrefillRejected | PrefillFailed | CancelAck) -> None:
+    def _on_answer(self, peer: Peer, message: messages.Answer) -> None:
         attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
         ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
         if attempt is None or not ours or attempt.peer != peer:
@@ -253,13 +227,13 @@ class DecoderMessenger(Messenger):
         if attempt.state is AttemptState.FENCING:
             return
         match message:
-            case PrefillRejected():
+            case messages.PrefillRejected():
                 self._fail(attempt, message.why, permanent=message.permanent)
                 self._end(attempt)
-            case PrefillFailed():
+            case messages.PrefillFailed():
                 self._fail(attempt, message.why)
                 self._drain(attempt, message.posted)
-            case CancelAck() if attempt.state is AttemptState.CANCELLING:
+            case messages.CancelAck() if attempt.state is AttemptState.CANCELLING:
                 if message.finished:
                     attempt.move(AttemptState.DRAINING)
                 else:
@@ -278,7 +252,7 @@ class DecoderMessenger(Messenger):
         self._transfer.lower(attempt.imm, posted)
 
     def _on_imm_reached(self, event: ImmReached) -> None:
-        attempt = self._by_imm.get(event.imm)
+        attempt = next((a for a in self._attempts.values() if a.imm == event.imm), None)
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
         if attempt.wanted:
@@ -350,7 +324,6 @@ class DecoderMessenger(Messenger):
         attempt.move(AttemptState.GONE)
         del self._attempts[attempt.fetch.attempt]
         if attempt.prefiller is not None:
-            del self._by_imm[attempt.imm]
             self._transfer.forget(attempt.imm)
             if attempt.prefiller.peer == attempt.peer:  # else its count began anew
                 attempt.prefiller.num_attempts -= 1

@@ -28,6 +28,7 @@ from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest
 from disagg.messenger.messenger import Wiring
+from disagg.messenger.pace import MIN_PAUSE, Pace
 from disagg.messenger.sharding import Slice
 from disagg.transfer.interface import Peer, Ticket, TransferError, TransferFailed, WritesDone
 
@@ -35,21 +36,14 @@ from disagg.transfer.interface import Peer, Ticket, TransferError, TransferFaile
 WritesEnded = WritesDone | TransferFailed
 
 
+@enum.unique
 class AttemptState(enum.Enum):
-    """How far an attempt has come on the prefiller."""
+    """How far an attempt has come on the prefiller, and the states that may follow."""
 
-    OPEN = "open"  # chunks still to come
-    POSTED = "posted"  # all handed to the transfer engine, the tail too
-    STOPPED = "stopped"  # cancelled or failed: nothing more is posted
-    GONE = "gone"  # no write reads its pages; they are the engine's again
-
-
-TRANSITIONS = {
-    AttemptState.OPEN: {AttemptState.POSTED, AttemptState.STOPPED},
-    AttemptState.POSTED: {AttemptState.STOPPED, AttemptState.GONE},
-    AttemptState.STOPPED: {AttemptState.GONE},
-    AttemptState.GONE: set(),
-}
+    OPEN = ("POSTED", "STOPPED")  # chunks still to come
+    POSTED = ("STOPPED", "GONE")  # all handed to the transfer engine, the tail too
+    STOPPED = ("GONE",)  # cancelled or failed: nothing more is posted
+    GONE = ()  # no write reads its pages; they are the engine's again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class Attempt:
 
     def move(self, to: AttemptState) -> None:
         """Change state along the table."""
-        assert to in TRANSITIONS[self.state], f"attempt went {self.state} -> {to}"
+        assert to.name in self.state.value, f"attempt went {self.state} -> {to}"
         self.state = to
 
     def add_posted(self, posted: int | None) -> None:
@@ -103,7 +97,8 @@ class Step:
 class LayerWriter:
     """All attempts of a prefiller, from the first chunk to the last completed write.
 
-    `on_failed(attempt, why)` is called once posting for it has stopped.
+    `pause` is the seconds until the next look at the layer counter. `on_failed(attempt, why)` is
+    called once posting for an attempt has stopped.
     """
 
     def __init__(
@@ -122,19 +117,11 @@ class LayerWriter:
         self._jobs: dict[int, Attempt] = {}
         self._tickets: dict[Ticket, Attempt] = {}
         self._steps: deque[Step] = deque()
+        self._pace, self.pause = Pace(), math.inf
 
     def __len__(self) -> int:
         """Attempts that still hold source pages."""
         return len(self._jobs)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step runs whose layers are to be watched."""
-        return bool(self._steps)
-
-    def layer_runs(self, counter: int) -> bool:
-        """Whether at this counter a step has layers to come."""
-        return bool(self._steps) and counter < self._steps[0].base + self._memory.layout.num_layers
 
     def open(self, attempt: Attempt) -> None:
         """Take an attempt whose job the engine will compute."""
@@ -146,12 +133,19 @@ class LayerWriter:
     def add_step(self, step: Step) -> None:
         """A step was scheduled. Steps come in the order of their bases."""
         self._steps.append(step)
+        self._pace.start(self._read_counter(), self._clock())
+        self.pause = MIN_PAUSE
 
     # --- Posting ---
 
     def post_finished_layers(self) -> None:
         """Post every layer that the counter has passed; it may have passed several at once."""
         num_layers = self._memory.layout.num_layers
+        if self._steps:
+            # Read before posting, which reads it anew: what is posted is then never slept over.
+            counter = self._read_counter()
+            runs = counter < self._steps[0].base + num_layers
+            self.pause = self._pace.pause(counter, self._clock(), layer_runs=runs)
         counter = self._read_counter()
         while self._steps:
             step = self._steps[0]
@@ -165,6 +159,7 @@ class LayerWriter:
             for chunk in step.chunks:
                 self._post_tail(chunk)
             self._steps.popleft()
+        self.pause = math.inf
 
     def _post_layer(self, chunk: PrefillChunk, layer: int) -> None:
         attempt = self._jobs.get(chunk.job)
@@ -183,14 +178,11 @@ class LayerWriter:
         destination_offsets = link.layout.page_offsets(layer, destinations)
         try:
             for part in link.slices:
+                there = link.hello.kv_regions[part.destination_rank]
+                src = source_offsets + part.source_offset
+                dst = destination_offsets + part.destination_offset
                 ticket = self._transfer.write_pages(
-                    link.peer,
-                    self._memory.kv_region,
-                    link.hello.kv_regions[part.destination_rank],
-                    part.nbytes,
-                    source_offsets + part.source_offset,
-                    destination_offsets + part.destination_offset,
-                    request.imm,
+                    link.peer, self._memory.kv_region, there, part.nbytes, src, dst, request.imm
                 )
                 self._note(attempt, ticket, end - first, f"layer {layer}")
         except TransferError as error:
@@ -201,19 +193,15 @@ class LayerWriter:
         if not chunk.is_last or attempt is None or attempt.state is AttemptState.STOPPED:
             return
         assert chunk.tail_slot is not None, f"the last chunk of job {chunk.job} has no tail slot"
-        request, tail = attempt.request, self._memory.tail
+        link, request = attempt.link, attempt.request
+        tail, here = self._memory.tail, self._memory.tail_region
         words = self._memory.tail_words(chunk.tail_slot)
         words[TailLayout.ATTEMPT_ID] = request.attempt_id
         words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
+        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
         try:
-            ticket = self._transfer.write(
-                attempt.link.peer,
-                self._memory.tail_region,
-                tail.slot_offset(chunk.tail_slot),
-                attempt.link.hello.tail_region,
-                tail.slot_offset(request.tail_slot),
-                tail.slot_bytes,
-                request.imm,
+            ticket = self._transfer.write_pages(
+                link.peer, here, link.hello.tail_region, tail.slot_bytes, src, dst, request.imm
             )
         except TransferError as error:
             self._fail(attempt, str(error))
@@ -231,7 +219,7 @@ class LayerWriter:
 
     def settle(self, ended: Iterable[WritesEnded]) -> None:
         """Account for ended tickets; unknown ones are a probe's, or of a lost peer."""
-        touched: dict[int, tuple[Attempt, str | None]] = {}
+        failed: dict[int, str] = {}
         for event in ended:
             attempt = self._tickets.pop(event.ticket, None)
             if attempt is None:
@@ -244,12 +232,11 @@ class LayerWriter:
             elif isinstance(event, TransferFailed):
                 # `stop` has told the decoder how many to wait for; that is not true any more.
                 attempt.add_posted(None)
-            earlier = touched.get(attempt.job, (attempt, None))[1]
-            why = event.why if isinstance(event, TransferFailed) else None
-            touched[attempt.job] = (attempt, earlier or why)
-        for attempt, why in touched.values():
-            if why is not None:
-                self._fail(attempt, why)
+            if isinstance(event, TransferFailed):
+                failed.setdefault(attempt.job, event.why)
+        for job, why in failed.items():
+            self._fail(self._jobs[job], why)
+        for attempt in list(self._jobs.values()):
             self._release_if_idle(attempt)
 
     def on_peer_lost(self, link: Link) -> None:

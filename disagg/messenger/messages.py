@@ -172,17 +172,10 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     imm: U32
 
 
+#: What a prefiller says of one attempt.
+Answer = PrefillRejected | PrefillFailed | CancelAck
 Message = (
-    Hello
-    | HelloRefused
-    | PrefillRequest
-    | PrefillRejected
-    | PrefillFailed
-    | Cancel
-    | CancelAck
-    | Heartbeat
-    | Goodbye
-    | ProbeRequest
+    Hello | HelloRefused | PrefillRequest | Answer | Cancel | Heartbeat | Goodbye | ProbeRequest
 )
 
 

@@ -10,21 +10,13 @@ The halves are `decoder.py` and `prefiller.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
-from disagg.messenger.liveness import Liveness
-from disagg.messenger.messages import (
-    Goodbye,
-    Heartbeat,
-    Hello,
-    Message,
-    ProtocolError,
-    decode,
-    encode,
-)
+from disagg.messenger import messages
+from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.node_memory import NodeMemory
 from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
@@ -54,28 +46,40 @@ class Messenger(ABC):
         self._clock = wiring.clock
         self._post = wiring.post
         self._trace = wiring.trace
-        self._liveness = Liveness(wiring.config, wiring.clock)
+        #: Seconds for which each peer has said nothing.
+        self._silence: dict[Peer, float] = {}
+        self._next_beat = self._last_look = self._clock()
 
     def close(self, why: str) -> None:
         """Say goodbye to every greeted peer."""
         for peer in self._greeted():
-            self._send(peer, Goodbye(why=why))
+            self._send(peer, messages.Goodbye(why=why))
 
     @abstractmethod
-    def _greeted(self) -> Iterable[Peer]:
+    def _greeted(self) -> Collection[Peer]:
         """Peers that said a Hello that fits."""
 
     def _send(self, peer: Peer, message: Message) -> None:
-        self._transfer.send(peer, encode(message))
+        self._transfer.send(peer, messages.encode(message))
 
     def _beat(self, peer: Peer) -> None:
-        self._send(peer, Heartbeat(clock_ns=round(self._clock() * 1e9)))
+        self._send(peer, messages.Heartbeat(clock_ns=round(self._clock() * 1e9)))
 
     def _watch_silence(self) -> None:
-        """Give up who is silent, and be silent to nobody; after reading what arrived."""
-        for peer in self._liveness.silent():
-            self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
-        if self._liveness.beat_due():
+        """Give up who is silent, and be silent to nobody; after reading what arrived.
+
+        A look counts for one heartbeat interval at most: had this process been stopped or starved,
+        what peers said meanwhile would lie unread, and that is not their silence.
+        """
+        now, interval = self._clock(), self._config.heartbeat_interval
+        observed = min(now - self._last_look, interval)
+        self._last_look = now
+        for peer in list(self._silence):
+            self._silence[peer] += observed
+            if self._silence[peer] >= self._config.peer_timeout:
+                self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
+        if now >= self._next_beat:
+            self._next_beat = now + interval
             for peer in self._greeted():
                 self._beat(peer)
 
@@ -83,28 +87,27 @@ class Messenger(ABC):
         match event:
             case MessageReceived():
                 try:
-                    message = decode(event.data)
-                    self._liveness.heard(event.peer)
+                    message = messages.decode(event.data)
+                    self._silence[event.peer] = 0.0
                     self._on_message(event.peer, message)
                 except ProtocolError as error:
-                    self._on_protocol_error(event.peer, str(error))
+                    if event.peer not in self._greeted():  # of another version: shows it ours
+                        self._send(event.peer, messages.Goodbye(why=str(error)))
+                    self._transfer.close_peer(event.peer, str(error))
             case PeerLost():
-                self._liveness.drop(event.peer)
+                self._silence.pop(event.peer, None)
                 self._on_peer_lost(event)
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         """What anybody may say; each half first looks for what only its peers say."""
         match message:
-            case Goodbye():
+            case messages.Goodbye():
                 self._transfer.close_peer(peer, f"said goodbye: {message.why}")
-            case Heartbeat():
+            case messages.Heartbeat():
                 pass
             case _:
                 name = type(message).__name__
                 raise ProtocolError(f"{name} is nothing that a {self._hello.role} is told")
-
-    def _on_protocol_error(self, peer: Peer, why: str) -> None:
-        self._transfer.close_peer(peer, why)
 
     @abstractmethod
     def _on_peer_lost(self, event: PeerLost) -> None:

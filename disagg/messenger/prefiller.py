@@ -16,29 +16,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from disagg.hooks import PrefillChunk, StartPrefill
+from disagg.messenger import messages
 from disagg.messenger.admission import probe_problem, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step, WritesEnded
-from disagg.messenger.messages import (
-    Cancel,
-    CancelAck,
-    Goodbye,
-    Hello,
-    Message,
-    PrefillFailed,
-    PrefillRejected,
-    PrefillRequest,
-    ProbeRequest,
-    ProtocolError,
-    Role,
-)
+from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
-from disagg.messenger.pace import MIN_PAUSE, Pace
 from disagg.messenger.sharding import plan_slices
 from disagg.transfer.interface import Peer, PeerLost, TransferError
 
@@ -51,8 +39,6 @@ class PrefillerMessenger(Messenger):
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
         self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
-        self._read_counter = read_counter
-        self._pace, self._pause = Pace(), MIN_PAUSE
         self._links: dict[Peer, Link] = {}
         self._inbox: deque[Step] = deque()
         self._next_job = 1
@@ -69,19 +55,13 @@ class PrefillerMessenger(Messenger):
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
         while self._inbox:
-            self._pace.start(self._read_counter(), self._clock())
-            self._pause = MIN_PAUSE
             self._writer.add_step(self._inbox.popleft())
-        timeout = min(timeout, self._config.heartbeat_interval / 2)
-        events = self._transfer.poll(min(timeout, self._pause) if self._writer.busy else timeout)
+        timeout = min(timeout, self._config.heartbeat_interval / 2, self._writer.pause)
+        events = self._transfer.poll(timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
         self._writer.settle(event for event in events if isinstance(event, WritesEnded))
         for event in events:
             self._on_event(event)
-        # Read before posting, which reads it anew: what is posted is then never slept over.
-        counter = self._read_counter()
-        runs = self._writer.layer_runs(counter)
-        self._pause = self._pace.pause(counter, self._clock(), layer_runs=runs)
         self._writer.post_finished_layers()
         self._watch_silence()
 
@@ -90,7 +70,7 @@ class PrefillerMessenger(Messenger):
         """Attempts that still hold source pages."""
         return len(self._writer)
 
-    def _greeted(self) -> Iterable[Peer]:
+    def _greeted(self) -> Collection[Peer]:
         return self._links
 
     # --- Messages ---
@@ -103,19 +83,14 @@ class PrefillerMessenger(Messenger):
         if link is None:
             raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
         match message:
-            case PrefillRequest():
+            case messages.PrefillRequest():
                 self._on_request(peer, link, message)
-            case Cancel():
+            case messages.Cancel():
                 self._on_cancel(peer, link, message)
-            case ProbeRequest():
+            case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
                 super()._on_message(peer, message)
-
-    def _on_protocol_error(self, peer: Peer, why: str) -> None:
-        if peer not in self._links:  # of another version: shows it ours
-            self._send(peer, Goodbye(why=why))
-        super()._on_protocol_error(peer, why)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         if peer in self._links:
@@ -134,7 +109,7 @@ class PrefillerMessenger(Messenger):
         self._send(peer, self._hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
-    def _on_request(self, peer: Peer, link: Link, request: PrefillRequest) -> None:
+    def _on_request(self, peer: Peer, link: Link, request: messages.PrefillRequest) -> None:
         if link.hello.role != Role.DECODER:
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
@@ -155,32 +130,26 @@ class PrefillerMessenger(Messenger):
             attempt_id = request.attempt_id
             self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=permanent, why=why))
 
-    def _on_cancel(self, peer: Peer, link: Link, cancel: Cancel) -> None:
+    def _on_cancel(self, peer: Peer, link: Link, cancel: messages.Cancel) -> None:
         attempt = link.attempts.get(cancel.attempt_id)
-        if attempt is None:
-            # Everything was posted and completed (or the end was told before, and this crossed it).
-            ack = CancelAck(attempt_id=cancel.attempt_id, posted=None, finished=True)
-        else:
+        # Unknown: all was posted and completed (or the end was told before, and this crossed it).
+        posted, finished = None, True
+        if attempt is not None:
             self._writer.stop(attempt)
-            ack = CancelAck(attempt_id=cancel.attempt_id, posted=attempt.posted, finished=False)
+            posted, finished = attempt.posted, False
+        ack = messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted, finished=finished)
         self._send(peer, ack)
 
-    def _on_probe(self, peer: Peer, link: Link, probe: ProbeRequest) -> None:
+    def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region
         why = probe_problem(probe, scratch.memory.nbytes)
         if why is None:
             pages = np.arange(probe.num_pages, dtype=np.int64)
             sources = pages % (scratch.memory.nbytes // probe.page_bytes) * probe.page_bytes
             try:
-                self._transfer.write_pages(
-                    peer,
-                    scratch,
-                    link.hello.tail_region,
-                    probe.page_bytes,
-                    sources,
-                    pages * probe.page_bytes,
-                    probe.imm,
-                )
+                there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
+                destinations = pages * nbytes
+                self._transfer.write_pages(peer, scratch, there, nbytes, sources, destinations, imm)
             except TransferError as error:
                 why = str(error)
         if why is not None:
@@ -190,7 +159,7 @@ class PrefillerMessenger(Messenger):
         """Rule 6: a write that will not come becomes a message, or the decoder waits in vain."""
         attempt_id = attempt.request.attempt_id
         logger.warning("attempt %#x failed: %s", attempt_id, why)
-        failed = PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
+        failed = messages.PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
         self._send(attempt.link.peer, failed)
 
     def _on_peer_lost(self, event: PeerLost) -> None:

@@ -64,12 +64,7 @@ class Prefillers:
         on_link: Callable[[Address, bool, str], None],
     ) -> None:
         self._prefillers = [Prefiller(address=address) for address in dict.fromkeys(addresses)]
-        self._transfer = wiring.transfer
-        self._hello = wiring.hello
-        self._layout = wiring.memory.layout
-        self._reconnect_interval = wiring.config.reconnect_interval
-        self._clock = wiring.clock
-        self._trace = wiring.trace
+        self._wiring = wiring
         self._on_link = on_link
 
     def __len__(self) -> int:
@@ -77,11 +72,11 @@ class Prefillers:
 
     def connect_due(self) -> list[Peer]:
         """Start the connections whose time has come; a Hello is due on each."""
-        now = self._clock()
+        now = self._wiring.clock()
         idle = [p for p in self._prefillers if not (p.peer or p.retired)]
         due = [p for p in idle if now >= p.retry_at]
         for prefiller in due:
-            prefiller.peer = self._transfer.connect(*prefiller.address)
+            prefiller.peer = self._wiring.transfer.connect(*prefiller.address)
         return [prefiller.peer for prefiller in due]
 
     def ready(self) -> list[Prefiller]:
@@ -105,7 +100,7 @@ class Prefillers:
         prefiller = self._by_peer(peer)
         if prefiller is None or prefiller.hello is not None:
             raise ProtocolError("a Hello that nobody waits for")
-        refused = refusal(self._hello, hello, accepts=(Role.PREFILLER,))
+        refused = refusal(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
             return refused
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
@@ -113,19 +108,19 @@ class Prefillers:
             prefiller.retired = True
             raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
         prefiller.epoch, prefiller.delay = hello.epoch, 0.0
-        source = replace(self._layout, num_pages=hello.num_pages)
-        prefiller.slices = plan_slices([source], [self._layout])
+        layout = self._wiring.memory.layout
+        prefiller.slices = plan_slices([replace(layout, num_pages=hello.num_pages)], [layout])
         prefiller.hello = hello
         self._on_link(prefiller.address, True, "ready")
         return None
 
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
         """A prefiller has said what its clock showed."""
-        prefiller, lag = self._by_peer(peer), self._clock() - clock_ns / 1e9
+        prefiller, lag = self._by_peer(peer), self._wiring.clock() - clock_ns / 1e9
         if prefiller is not None:
             known = prefiller.clock_lag
             prefiller.clock_lag = lag if known is None else min(known, lag)
-            self._trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
+            self._wiring.trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
 
     def lost(self, peer: Peer, why: str) -> None:
         """The connection is over: down, until it is tried again."""
@@ -135,8 +130,9 @@ class Prefillers:
         prefiller.peer, prefiller.hello, prefiller.num_attempts = 0, None, 0
         prefiller.clock_lag = None
         # Whoever refuses or is away will do so for a while: ask less and less often.
-        prefiller.delay = min(max(self._reconnect_interval, 2 * prefiller.delay), MAX_DELAY)
-        prefiller.retry_at = self._clock() + prefiller.delay
+        shortest = self._wiring.config.reconnect_interval
+        prefiller.delay = min(max(shortest, 2 * prefiller.delay), MAX_DELAY)
+        prefiller.retry_at = self._wiring.clock() + prefiller.delay
         self._on_link(prefiller.address, False, why)
 
     def _by_peer(self, peer: Peer) -> Prefiller | None:

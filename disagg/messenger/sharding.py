@@ -43,14 +43,8 @@ def plan_slices(source: Sequence[KVLayout], destination: Sequence[KVLayout]) -> 
             f"pages differ: expected {destination[0].page_bytes} bytes as on the decoder,"
             f" got {source[0].page_bytes}; use one page size, layout and dtype on both nodes"
         )
-    return (
-        Slice(
-            destination_rank=0,
-            source_offset=0,
-            destination_offset=0,
-            nbytes=source[0].page_bytes,
-        ),
-    )
+    nbytes = source[0].page_bytes
+    return (Slice(destination_rank=0, source_offset=0, destination_offset=0, nbytes=nbytes),)
 
 
 def expected_count(slices: Sequence[Slice], num_layers: int, num_sent_pages: int) -> int:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +33,6 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
-OPENING_TIMEOUT_SECONDS = 3.0
 KEY_BYTES = 16
 
 
@@ -94,21 +92,16 @@ class Control:
     """All control connections of one engine, and its one place to wait.
 
     `transports` are those that an opening must have one of. `clock` counts seconds and only times
-    openings.
+    openings, which may take `timeout` seconds.
     """
 
     def __init__(
-        self,
-        *,
-        transports: Sequence[str],
-        epoch: int,
-        clock: Callable[[], float] = time.monotonic,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+        self, transports: Sequence[str], epoch: int, clock: Callable[[], float], timeout: float
     ) -> None:
         self._transports = transports
         self._epoch = epoch
         self._clock = clock
-        self._opening_timeout = opening_timeout
+        self._timeout = timeout
         self._connections: dict[Peer, _Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
@@ -191,9 +184,16 @@ class Control:
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
-        connection = self._connections.get(peer)
-        if connection is not None:
-            self._lose(connection, why)
+        connection = self._connections.pop(peer, None)
+        if connection is None:
+            return
+        self.waiter.close_socket(connection.socket)
+        if connection.joins is not None:
+            self.close_peer(connection.joins, why)
+            return
+        self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
+        for other in [c.peer for c in self._connections.values() if c.joins == peer]:
+            self.close_peer(other, why)
 
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
@@ -242,7 +242,7 @@ class Control:
             peer=self._last_peer,
             socket=tcp,
             address=address,
-            deadline=self._clock() + self._opening_timeout,
+            deadline=self._clock() + self._timeout,
             connected=connected,
         )
         self._connections[connection.peer] = connection
@@ -271,10 +271,9 @@ class Control:
             act(connection)
             connection.flush()
         except WireError as error:
-            self._lose(connection, str(error))
-            return
+            self.close_peer(peer, str(error))
         if not self.is_open(peer):
-            return  # handed over
+            return  # lost, or handed over
         if connection.joins is not None and connection.connected and not connection.unsent:
             self._hand_over(connection, connection)
         else:
@@ -320,9 +319,7 @@ class Control:
             opening = decode_opening(frame, self._transports)
         except ValueError as error:
             if not connection.announced:  # it called: our answer shows it why this is the end
-                answer = Opening(self._epoch, dict.fromkeys(self._transports, b""))
-                connection.unsent += framed(encode_opening(answer))
-                connection.flush()
+                self.open(connection.peer, dict.fromkeys(self._transports, b""))
             raise WireError(f"{connection.address} sent {error}") from error
         if isinstance(opening, Opening):
             connection.opened = True
@@ -350,15 +347,5 @@ class Control:
                     step = "opened, but the path for writes did not come up"
                 if connection.ready:
                     step = "opened, but said nothing"
-                why = f"{connection.address} {step} within {self._opening_timeout:g} s; {CHECK}"
+                why = f"{connection.address} {step} within {self._timeout:g} s; {CHECK}"
                 self.close_peer(connection.peer, why)
-
-    def _lose(self, connection: _Connection, why: str) -> None:
-        self.waiter.close_socket(connection.socket)
-        del self._connections[connection.peer]
-        if connection.joins is not None:
-            self.close_peer(connection.joins, why)
-            return
-        self._events.append(Lost(peer=connection.peer, why=why, announced=connection.announced))
-        for other in [c.peer for c in self._connections.values() if c.joins == connection.peer]:
-            self.close_peer(other, why)

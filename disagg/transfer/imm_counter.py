@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.transfer.bounds import MAX_IMM
-from disagg.transfer.interface import Peer
+from disagg.transfer.interface import MAX_IMM, Peer
 
 
 @dataclass(kw_only=True)

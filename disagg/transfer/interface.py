@@ -28,6 +28,8 @@ from disagg.kv_layout import Offsets
 Peer = int
 #: Names the writes of one `write` or `write_pages` call. Never used twice by one engine.
 Ticket = int
+#: An immediate is a u32.
+MAX_IMM = 2**32 - 1
 
 
 class TransferError(Exception):
@@ -131,24 +133,6 @@ class TransferEngine(Protocol):
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
 
-    def write(
-        self,
-        peer: Peer,
-        src: MemoryRegion,
-        src_offset: int,
-        dst: bytes,
-        dst_offset: int,
-        nbytes: int,
-        imm: int,
-    ) -> Ticket:
-        """One write of `nbytes` with one immediate into the peer's region `dst` (a descriptor).
-
-        TransferError if the range lies outside either region or `dst` is no descriptor of the peer.
-        To a lost peer: dropped (its `PeerLost` ends the ticket).
-        """
-        sources, destinations = np.array([src_offset]), np.array([dst_offset])
-        return self.write_pages(peer, src, dst, nbytes, sources, destinations, imm)
-
     def write_pages(
         self,
         peer: Peer,
@@ -161,7 +145,8 @@ class TransferEngine(Protocol):
     ) -> Ticket:
         """One write of `page_bytes` with one immediate for EACH pair of offsets (at least one).
 
-        Errors as for `write`; then none of the writes was posted.
+        TransferError if a range lies outside its region or `dst` is no descriptor of the peer; then
+        none of the writes was posted. To a lost peer: dropped (its `PeerLost` ends the ticket).
         """
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -197,3 +182,26 @@ class TransferEngine(Protocol):
 
     def close(self) -> None:
         """Close every connection and registration. May be called twice."""
+
+
+def check_pages(page_bytes: int, src_offsets: Offsets, dst_offsets: Offsets, imm: int) -> None:
+    """What is wrong whatever the regions are. TransferError."""
+    if not 0 <= imm <= MAX_IMM:
+        raise TransferError(f"imm: expected 0 to {MAX_IMM}, got {imm}")
+    if page_bytes < 1:
+        raise TransferError(f"a write has at least 1 byte, got {page_bytes}")
+    if len(src_offsets) != len(dst_offsets) or len(src_offsets) == 0:
+        raise TransferError(
+            "offsets: expected one destination for each source and at least one,"
+            f" got {len(src_offsets)} sources and {len(dst_offsets)} destinations"
+        )
+
+
+def check_offsets(what: str, offsets: Offsets, page_bytes: int, region_bytes: int) -> None:
+    """Every page lies inside the region, or TransferError names the first that does not."""
+    wrong = np.flatnonzero((offsets < 0) | (offsets > region_bytes - page_bytes))
+    if wrong.size:
+        raise TransferError(
+            f"{what} offset {offsets[wrong[0]]}: {page_bytes} bytes there leave the region of"
+            f" {region_bytes} bytes; expected 0 to {region_bytes - page_bytes}. Nothing was written"
+        )

@@ -1,15 +1,15 @@
 """The right to write into another process's memory, which its owner can take back for certain.
 
     owner                                   writer
-    Lease(): file "0"  -- descriptor -->    HeldLease(fd): reopened, so that its lock is its own
+    Lease(grant): file "0", the grant -->   HeldLease(path): opened anew, so its lock is its own
                                             each batch: LOCK_SH, still "0"? copy, unlock
     revoke(): file "1"                      next batch: "1", so nothing is copied any more
     is_free(): LOCK_EX obtained?            (a batch under way holds LOCK_SH; death unlocks it)
 
 After `is_free()` nothing lands any more: whoever locks later sees the "1". Nobody ever waits in a
 lock: both sides only try. `flock` belongs to the open file, not to the process, which is why the
-writer must not lock through the descriptor it was passed (the owner's own), and why children must
-not inherit it (it is close-on-exec; fork without exec while copying would keep the lock alive).
+writer must not lock through a copy of the owner's descriptor, and why children must not inherit it
+(it is close-on-exec; fork without exec while copying would keep the lock alive).
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from pathlib import Path
 
 from disagg.resource import Descriptor
+
+MAX_GRANT_BYTES = 64 << 10
 
 _GRANTED = b"0"
 _REVOKED = b"1"
 
 
 class Lease(Descriptor):
-    """The owner's side: one per connection and direction. `fd` is to be passed to the writer."""
+    """The owner's side: one per connection and direction. `grant` is for whoever opens the file."""
 
-    def __init__(self) -> None:
+    def __init__(self, grant: bytes = b"") -> None:
         self.fd = os.memfd_create("disagg-lease", os.MFD_CLOEXEC)
-        os.pwrite(self.fd, _GRANTED, 0)
+        os.pwrite(self.fd, _GRANTED + grant, 0)
 
     def revoke(self) -> None:
         """No batch starts after this; one may still be under way, see `is_free`."""
@@ -40,13 +43,21 @@ class Lease(Descriptor):
         return _try_lock(self.fd, fcntl.LOCK_EX)
 
 
-class HeldLease(Descriptor):
-    """The writer's side, from a passed descriptor (which stays the caller's)."""
+class OpenFile(Descriptor):
+    """A regular file at a path. OSError; ValueError for something else, which is not opened."""
 
-    def __init__(self, passed_fd: int) -> None:
-        if not stat.S_ISREG(os.fstat(passed_fd).st_mode):
-            raise ValueError("lease: expected a regular file, got something else")
-        self.fd = os.open(f"/proc/self/fd/{passed_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: str, how: int) -> None:
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise ValueError(f"{path}: expected a regular file, got something else")
+        self.fd = os.open(path, how | os.O_CLOEXEC)
+
+
+class HeldLease(OpenFile):
+    """The writer's side: the owner's file, by a path to it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, os.O_RDONLY)
+        self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""

@@ -28,25 +28,16 @@ from disagg.transfer.sockets import reason_of
 
 Bytes = npt.NDArray[np.uint8]
 
-#: The kernel passes at most 253 descriptors at once; one is a lease.
-MAX_REGIONS = 252
-
 #: Counts arrivals of an immediate: `arrived(imm, count)`.
 Arrived = Callable[[int, int], None]
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
-class LinkError(Exception):
-    """The link cannot go on: what the peer did, or what could not be reached."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """The writes of a ticket: `num_posted` whole ones are out, and `within` bytes of the next.
-
-    `region` is the peer's; every offset was checked.
-    """
+    """The writes of a ticket, of which `num_posted` are out. `region` is the peer's; every offset
+    was checked."""
 
     ticket: Ticket
     peer: Peer
@@ -57,7 +48,6 @@ class Job:
     destination_offsets: Offsets
     imm: int
     num_posted: int = 0
-    within: int = 0
 
     @property
     def is_posted(self) -> bool:
@@ -82,9 +72,6 @@ class Link(ABC):
     `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready.
     `ended` waits for `take_ended`.
     """
-
-    #: How errors call the path: "... broke".
-    path: ClassVar[str]
 
     def __init__(self, connection: Connection) -> None:
         self.control = connection.control
@@ -118,7 +105,7 @@ class Link(ABC):
 
     def take_note(self, data: bytes) -> None:
         """What the peer's link said by `control.send_note`. Called by `guard`."""
-        raise LinkError(f"a note of {len(data)} bytes, which this transport does not know")
+        raise TransferError(f"a note of {len(data)} bytes, which this transport does not know")
 
     def take_arrivals(self) -> None:  # noqa: B027  (most have nothing to read)
         """The connection ended: count what the peer wrote before, if there is more to read."""
@@ -139,12 +126,10 @@ class Link(ABC):
         """Run a step, and end the connection if it fails."""
         try:
             step()
-        except BlockingIOError:
-            pass  # readiness of a descriptor that had this number before
-        except (LinkError, TransferError, ValueError) as broken:
+        except (TransferError, ValueError) as broken:
             self.control.close_peer(self.peer, str(broken))
         except OSError as error:
-            why = f"{self.path} broke: {reason_of(error)}"
+            why = f"the path for writes broke: {reason_of(error)}"
             self.control.close_after_reading(self.peer, why)
 
 
@@ -168,8 +153,8 @@ class Medium(ABC):
 
 
 def decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:
-    """A peer's msgpack struct. LinkError."""
+    """A peer's msgpack struct. TransferError says `what` is wrong with it."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, ValueError) as error:
-        raise LinkError(f"malformed {what}: {error}") from error
+        raise TransferError(f"{what}: {error}") from error

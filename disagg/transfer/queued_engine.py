@@ -23,31 +23,15 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 from disagg.resource import Resource
-from disagg.transfer.bounds import check_offsets, check_pages
-from disagg.transfer.control import (
-    OPENING_TIMEOUT_SECONDS,
-    Control,
-    Lost,
-    NoteReceived,
-    Opened,
-)
+from disagg.transfer import interface
+from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
-from disagg.transfer.interface import (
-    Event,
-    ImmReached,
-    Memory,
-    MemoryRegion,
-    Peer,
-    PeerFenced,
-    PeerLost,
-    Ticket,
-    TransferEngine,
-    TransferError,
-)
-from disagg.transfer.medium import MAX_REGIONS, Bytes, Connection, Job, Link, Medium
+from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
 from disagg.transfer.sockets import reason_of
 
 FENCE_INTERVAL_SECONDS = 0.01
+OPENING_TIMEOUT_SECONDS = 3.0
 
 
 class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -69,7 +53,7 @@ class _Peer:
         return next(iter(self.links.values()))
 
 
-class QueuedEngine(TransferEngine, Resource):
+class QueuedEngine(interface.TransferEngine, Resource):
     """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
     engines. `clock` counts seconds; it times openings and the looks at a fence."""
 
@@ -82,12 +66,8 @@ class QueuedEngine(TransferEngine, Resource):
     ) -> None:
         self._epoch = secrets.randbits(64)
         self._media = media
-        self._control = Control(
-            transports=[medium.name for medium in media],
-            epoch=self._epoch,
-            clock=clock,
-            opening_timeout=opening_timeout,
-        )
+        names = [medium.name for medium in media]
+        self._control = Control(names, self._epoch, clock, opening_timeout)
         self._counter = ImmCounter()
         self._views: list[Bytes] = []
         self._started = False
@@ -100,10 +80,8 @@ class QueuedEngine(TransferEngine, Resource):
         self._events: list[Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
-        if self._started or len(self._views) == MAX_REGIONS:
-            raise TransferError(
-                f"register at most {MAX_REGIONS} regions, before listen and connect; got one more"
-            )
+        if self._started:
+            raise TransferError("register all memory before listen and connect; got one more")
         buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
         view = np.ctypeslib.as_array(buffer)
         for medium in self._media:
@@ -141,16 +119,16 @@ class QueuedEngine(TransferEngine, Resource):
         dst_offsets: Offsets,
         imm: int,
     ) -> Ticket:
-        check_pages(page_bytes, src_offsets, dst_offsets, imm)
+        interface.check_pages(page_bytes, src_offsets, dst_offsets, imm)
         own = _find("source", src.descriptor, self._epoch, len(self._views))
-        check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
+        interface.check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
         self._last_ticket += 1
         if not self._control.is_open(peer):
             return self._last_ticket
         known = self._peers[peer]
         sizes = known.link.region_bytes
         region = _find("destination", dst, known.epoch, len(sizes))
-        check_offsets("destination", dst_offsets, page_bytes, sizes[region])
+        interface.check_offsets("destination", dst_offsets, page_bytes, sizes[region])
         job = Job(
             ticket=self._last_ticket,
             peer=peer,
@@ -264,7 +242,7 @@ class QueuedEngine(TransferEngine, Resource):
                 return
 
     def _take_reached(self) -> None:
-        self._events += [ImmReached(imm=imm) for imm in self._counter.take_reached()]
+        self._events += [interface.ImmReached(imm=imm) for imm in self._counter.take_reached()]
 
     def _on_lost(self, lost: Lost) -> None:
         known = self._peers.pop(lost.peer, None)
@@ -277,7 +255,7 @@ class QueuedEngine(TransferEngine, Resource):
         for ticket in [ticket for ticket, job in self._open.items() if job.peer == lost.peer]:
             del self._open[ticket]
         if lost.announced:
-            self._events.append(PeerLost(peer=lost.peer, why=lost.why))
+            self._events.append(interface.PeerLost(peer=lost.peer, why=lost.why))
             self._fencing[lost.peer] = links
             self._next_look = self._clock()
             self._look_at_fences()
@@ -294,15 +272,12 @@ class QueuedEngine(TransferEngine, Resource):
             if all(link.is_fenced() for link in links):
                 for link in self._fencing.pop(peer):
                     link.close()
-                self._events.append(PeerFenced(peer=peer))
+                self._events.append(interface.PeerFenced(peer=peer))
 
 
 def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:
     """Which of an engine's regions a descriptor names, or TransferError."""
-    try:
-        named = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise TransferError(f"{what}: not a region descriptor: {error}") from error
+    named = decode(descriptor, _Descriptor, f"{what}: not a region descriptor")
     if named.epoch != epoch or not 0 <= named.region < num_regions:
         raise TransferError(
             f"{what}: expected a descriptor of a region that this peer registered, got another;"

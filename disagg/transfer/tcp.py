@@ -23,7 +23,7 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Link, LinkError, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Link, Medium, decode
 from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
 from disagg.transfer.waiter import READABLE, WRITABLE
 
@@ -36,17 +36,12 @@ CALL_BYTES = 16 << 10
 Send = Callable[[socket.socket, list[memoryview]], int]
 
 
-def send_buffers(data: socket.socket, buffers: list[memoryview]) -> int:
-    """How many bytes the kernel took. BlockingIOError if none."""
-    return data.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
-
-
 class TcpMedium(Medium):
     """The memory that peers may write to. `send` is there for tests that stop it half way."""
 
     name = "tcp"
 
-    def __init__(self, send: Send = send_buffers) -> None:
+    def __init__(self, send: Send = socket.socket.sendmsg) -> None:
         self._send = send
         self._regions: list[Bytes] = []
 
@@ -67,8 +62,6 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 class TcpLink(Link):
     """One connection's data connection."""
 
-    path = "data connection"
-
     def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
         super().__init__(connection)
         key = None if self.outgoing else self.control.expect_join(self.peer, self._take)
@@ -81,12 +74,12 @@ class TcpLink(Link):
 
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
-        theirs = decode(info, _Info, "opening of tcp")
+        theirs = decode(info, _Info, "malformed opening of tcp")
         self.region_bytes = theirs.region_bytes
         if not self.outgoing:
             return
         if theirs.key is None:
-            raise LinkError("malformed opening of tcp: expected a key")
+            raise TransferError("malformed opening of tcp: expected a key")
         self.control.join(self.peer, theirs.key, self._take)
 
     def can_post(self) -> bool:
@@ -140,7 +133,8 @@ class TcpLink(Link):
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
-            if self._frame.advance(sent):
+            self._frame.advance(sent)
+            if not self._frame.left:
                 self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
                 self._frame = None
             elif sent < FRAME_BYTES:
@@ -153,7 +147,7 @@ class TcpLink(Link):
                 nbytes = self._reader.receive(self._data)
             except BlockingIOError:
                 return
-            except (LinkError, TransferError, OSError):
+            except (TransferError, OSError):
                 self.close()
                 raise
             budget -= nbytes + CALL_BYTES

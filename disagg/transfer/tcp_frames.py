@@ -15,9 +15,8 @@ import struct
 import numpy as np
 
 from disagg.kv_layout import Offsets
-from disagg.transfer.bounds import check_offsets
-from disagg.transfer.interface import Ticket
-from disagg.transfer.medium import Arrived, Bytes, Job, LinkError
+from disagg.transfer.interface import Ticket, TransferError, check_offsets
+from disagg.transfer.medium import Arrived, Bytes, Job
 
 #: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
 MAX_FRAME_WRITES = 256
@@ -29,32 +28,36 @@ HEADER = struct.Struct("<IIIQ")
 
 
 class _Pages:
-    """The payload of a frame: slices of a region, and how much of it has moved."""
+    """What moves of a frame: a head, slices of a region; `left` bytes are still to move."""
 
-    def __init__(self, region: Bytes, offsets: Offsets, write_bytes: int) -> None:
+    def __init__(self, region: Bytes, offsets: Offsets, nbytes: int, head: bytes = b"") -> None:
         # One byte of each page, all at once: the cache and page-table misses that every page
         # starts with overlap here, instead of stopping the kernel's copy once for each page.
         _ = region[offsets]
         view = region.data
-        self._pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
-        self._write_bytes = write_bytes
+        self._head = memoryview(head)
+        self._pages = [view[offset : offset + nbytes] for offset in offsets.tolist()]
+        self._write_bytes = nbytes
         self._moved = 0
-        self.left = len(offsets) * write_bytes
+        self.left = len(head) + len(offsets) * nbytes
 
     def rest(self) -> list[memoryview]:
-        """What is still to move, of a huge write the next `FRAME_BYTES`."""
+        """Buffers to move next, of a huge write the next `FRAME_BYTES`."""
         first, within = divmod(self._moved, self._write_bytes)
         pages = self._pages[first:]
         if pages:
             pages[0] = pages[0][within : within + FRAME_BYTES]
-        return pages
+        return [self._head, *pages] if self._head else pages
 
     def advance(self, nbytes: int) -> None:
-        self._moved += nbytes
+        """So much has moved."""
+        of_head = min(nbytes, len(self._head))
+        self._head = self._head[of_head:]
+        self._moved += nbytes - of_head
         self.left -= nbytes
 
 
-class OutgoingFrame:
+class OutgoingFrame(_Pages):
     """The next writes of a job, posted by making it. `ends`: tickets that end with it."""
 
     def __init__(self, job: Job) -> None:
@@ -63,20 +66,9 @@ class OutgoingFrame:
         sources, destinations = job.source_offsets[some], job.destination_offsets[some]
         job.num_posted += len(sources)
         header = HEADER.pack(job.region, job.imm, len(sources), job.write_bytes)
-        self._head = memoryview(header + destinations.astype("<u8").tobytes())
-        self._pages = _Pages(job.source, sources, job.write_bytes)
+        head = header + destinations.astype("<u8").tobytes()
+        super().__init__(job.source, sources, job.write_bytes, head)
         self.ends: list[Ticket] = []
-
-    def rest(self) -> list[memoryview]:
-        """Buffers to send next."""
-        return [self._head, *self._pages.rest()] if self._head else self._pages.rest()
-
-    def advance(self, nbytes: int) -> bool:
-        """So much was sent; whether that was all."""
-        of_head = min(nbytes, len(self._head))
-        self._head = self._head[of_head:]
-        self._pages.advance(nbytes - of_head)
-        return not self._pages.left
 
 
 class FrameReader:
@@ -96,7 +88,7 @@ class FrameReader:
     def receive(self, data: socket.socket) -> int:
         """Take what one system call gives; number of bytes, 0 at the end of the stream.
 
-        BlockingIOError if there is nothing. LinkError or TransferError for a frame that is wrong,
+        BlockingIOError if there is nothing. TransferError for a frame that is wrong,
         of which nothing was written; then do not call again.
         """
         if self._pages is None:
@@ -119,13 +111,15 @@ class FrameReader:
         region, _, count, write_bytes = HEADER.unpack_from(self._head)
         if self._wanted == HEADER.size:
             if region >= len(self._regions):
-                raise LinkError(
+                raise TransferError(
                     f"a frame for region {region}; expected 0 to {len(self._regions) - 1}"
                 )
             if not 1 <= count <= MAX_FRAME_WRITES or write_bytes < 1:
-                raise LinkError(f"a frame of {count} writes of {write_bytes} bytes")
+                raise TransferError(f"a frame of {count} writes of {write_bytes} bytes")
             if count > 1 and count * write_bytes > FRAME_BYTES:
-                raise LinkError(f"a frame of {count * write_bytes} bytes; expected {FRAME_BYTES}")
+                raise TransferError(
+                    f"a frame of {count * write_bytes} bytes; expected {FRAME_BYTES}"
+                )
             self._wanted += 8 * count
             return
         # Beyond 2**63 they read as negative, and are refused as such.
