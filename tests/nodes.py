@@ -23,7 +23,7 @@ from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.engine.engine import Engine, EngineStats
 from disagg.kv_layout import PageOrder
 from disagg.request import FinishReason, Request, SamplingParams
-from disagg.serve.handle import RequestHandle
+from disagg.serve.answer import Answer
 from disagg.serve.node import Node, NodeConfig
 from disagg.transfer.interface import TransferEngine
 from tests.engines import shm_engine
@@ -150,7 +150,7 @@ class Pair:
 
 def balance_of(node: Node) -> tuple[EngineStats, int]:
     """What is free and open in a node's engine and in its messenger."""
-    return node.stats(), node._messenger.num_open_attempts
+    return node._engine.stats(), node._messenger.num_open_attempts
 
 
 @contextmanager
@@ -173,13 +173,13 @@ def pair(
             yield Pair(prefiller_node, decoder_node)
 
 
-def ask(node: Node, prompt: Sequence[int], max_tokens: int) -> RequestHandle:
+def ask(node: Node, prompt: Sequence[int], max_tokens: int) -> Answer:
     """Submit a prompt."""
     sampling = SamplingParams(max_tokens=max_tokens)
     return node.submit(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
 
 
-def tokens_of(handle: RequestHandle) -> tuple[int, ...]:
+def tokens_of(handle: Answer) -> tuple[int, ...]:
     """Its output, which must have ended by its length."""
     completion = handle.result(DEADLINE_SECONDS)
     assert completion.finish_reason is FinishReason.LENGTH, completion

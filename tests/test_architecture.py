@@ -81,7 +81,6 @@ TESTED_IN = {
     "disagg.messenger.sharding": "test_protocol",
     "disagg.serve.child_prefiller": "test_scripts",
     "disagg.serve.answer": "test_stop_strings",
-    "disagg.serve.handle": "test_node",
     "disagg.serve.options": "test_scripts",
     "disagg.transfer.bounds": "test_transfer_conformance",
     "disagg.transfer.interface": "test_transfer_conformance",

@@ -7,6 +7,7 @@ between a prefiller and a decoder: it copies pages and tails in the test's own p
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -76,12 +77,12 @@ class Replica:
         self.engine = Engine(
             self.runner,
             self.scheduler,
-            on_output=self.on_output,
             prefill_hooks=prefill_hooks,
             decode_hooks=decode_hooks,
             clock=clock,
         )
         self.idle = self.engine.stats()
+        self.numbers = itertools.count(1)
 
     def on_output(self, number, output) -> None:
         assert number not in self.ends, f"request {number} is answered after its end"
@@ -93,7 +94,13 @@ class Replica:
 
     def submit(self, prompt, max_tokens=4, **sampling) -> int:
         sampling = SamplingParams(max_tokens=max_tokens, **sampling)
-        return self.engine.submit(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
+        return self.ask(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
+
+    def ask(self, request) -> int:
+        # The engine's number, unless several threads ask.
+        number = next(self.numbers)
+        self.engine.submit(request, partial(self.on_output, number))
+        return number
 
     def step(self) -> bool:
         counter, did_work = self.runner.counter.read(), self.engine.step()
@@ -159,7 +166,7 @@ class Messenger:
         source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
         for ours, theirs in zip(source.layers, target.layers, strict=True):
             theirs[list(fetch.page_indices)] = ours[list(chunk.page_indices)]
-        target.tail_hidden(fetch.tail_slot).copy_(source.tail_hidden(chunk.tail_slot))
+        target.tail_hidden[fetch.tail_slot].copy_(source.tail_hidden[chunk.tail_slot])
 
     def scribble(self, attempts) -> None:
         """Late writes of failed or cancelled attempts: garbage into the pages that are theirs."""
@@ -282,7 +289,7 @@ def test_the_tail_holds_the_hidden_state_before_the_last_prompt_token():
         messenger.decoder.submit(prompt, 1)
         messenger.run()
         fetch = messenger.fetches[len(messenger.fetches)]
-        hidden = messenger.decoder.runner.kv_cache.tail_hidden(fetch.tail_slot)
+        hidden = messenger.decoder.runner.kv_cache.tail_hidden[fetch.tail_slot]
         assert torch.equal(hidden, fake_hidden(CONFIG, prompt)[length - 2])
 
 
@@ -713,7 +720,7 @@ def test_requests_from_other_threads_wake_the_idle_engine():
         if len(replica.ends) == 6:
             done.set()
 
-    replica.engine._on_output = note
+    replica.on_output = note
     thread = threading.Thread(target=replica.engine.run_forever, daemon=True)
     thread.start()
     clients = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from disagg.serve.answer import Answer
-from disagg.serve.handle import RequestHandle
 from disagg.serve.stop_strings import StopStrings
 from disagg.serve.tokenizer import REPLACEMENT, Tokenizer
 from tests.nodes import DEADLINE_SECONDS, HeldNode, Oracle, node_config, prompt_of, wait_until
@@ -97,18 +95,18 @@ class Scripted:
 
     def __init__(self, tokenizer, *stop):
         self.cancels = 0
-        self.handle = RequestHandle(3, cancel=self.on_cancel)
-        self.answer = Answer(self.handle, tokenizer.stream(), SamplingParams(stop=stop))
+        request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(stop=stop))
+        self.answer = Answer(request, stream=tokenizer.stream(), cancel=self.on_cancel)
 
     def on_cancel(self):
         self.cancels += 1
 
     def put(self, *token_ids, finish=None, error=None):
         logprobs = tuple(TokenLogprobs(logprob=-float(token), top=()) for token in token_ids)
-        self.handle.put(
+        self.answer.put(
             Output(token_ids=token_ids, logprobs=logprobs, finish_reason=finish, error=error)
         )
-        self.answer.read()
+        self.answer.wait()
         return self.answer.take()
 
     def end(self):
@@ -204,24 +202,25 @@ def test_a_node_stops_work_and_gives_pages_back(tmp_path):
     stop = f"{words[5][-1]} {words[6]}"  # over a border
     permits = threading.Semaphore(0)
 
+    steps = []
+
     def before_layer(layer):
+        steps.append(layer)
         if layer == 0:
             assert permits.acquire(timeout=DEADLINE_SECONDS)
 
     with HeldNode(node_config(folder), before_layer=before_layer) as node:
-        start = node.stats()
-        news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        start = node._engine.stats()
         wish = SamplingParams(max_tokens=300, stop=(stop,))
-        handle = node.submit(
-            Request(prompt_token_ids=prompt_of(9), sampling=wish), on_news=lambda: news.put(None)
+        answer = node.submit(
+            Request(prompt_token_ids=prompt_of(9), sampling=wish),
+            stream=Tokenizer(folder).stream(),
         )
-        answer = Answer(handle, Tokenizer(folder).stream(), wish)
         while answer.completion is None:
             permits.release()
-            news.get(timeout=DEADLINE_SECONDS)
-            answer.read()
+            answer.wait(DEADLINE_SECONDS)
         assert answer.text == " ".join(words[:6])[:-1]
         assert answer.completion.token_ids == expected[:7]
         assert answer.completion.finish_reason is FinishReason.STOP
-        assert len(handle._token_ids) <= 8
-        wait_until(lambda: node.stats() == start)
+        assert steps.count(0) <= 8
+        wait_until(lambda: node._engine.stats() == start)
