@@ -77,11 +77,7 @@ class Runner:
             batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len
         )
         hidden = self.model.forward(
-            batch.token_ids,
-            batch.positions,
-            self.kv_cache.layers,
-            self.attention,
-            self._count,
+            batch.token_ids, batch.positions, self.kv_cache.layers, self.attention, self._count
         )  # [tokens, hidden_size]
         last_rows = (batch.qo_indptr[1:] - 1).tolist()
         for span, row in zip(spans, last_rows, strict=True):
