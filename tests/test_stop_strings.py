@@ -13,6 +13,7 @@ from disagg.request import FinishReason, Output, Request, SamplingParams, TokenL
 from disagg.serve.answer import Answer
 from disagg.serve.stop_strings import StopStrings
 from disagg.serve.tokenizer import REPLACEMENT, Tokenizer
+from tests.balance import engine_balance
 from tests.nodes import DEADLINE_SECONDS, HeldNode, Oracle, node_config, prompt_of, wait_until
 from tests.test_tokenizer import save_byte_tokenizer
 from tests.tiny_models import make_tiny_llama, save_word_tokenizer
@@ -210,7 +211,7 @@ def test_a_node_stops_work_and_gives_pages_back(tmp_path):
             assert permits.acquire(timeout=DEADLINE_SECONDS)
 
     with HeldNode(node_config(folder), before_layer=before_layer) as node:
-        start = node._engine.stats()
+        start = engine_balance(node._engine)
         wish = SamplingParams(max_tokens=300, stop=(stop,))
         answer = node.submit(
             Request(prompt_token_ids=prompt_of(9), sampling=wish),
@@ -223,4 +224,4 @@ def test_a_node_stops_work_and_gives_pages_back(tmp_path):
         assert answer.completion.token_ids == expected[:7]
         assert answer.completion.finish_reason is FinishReason.STOP
         assert steps.count(0) <= 8
-        wait_until(lambda: node._engine.stats() == start)
+        wait_until(lambda: engine_balance(node._engine) == start)

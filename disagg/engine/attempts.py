@@ -34,9 +34,6 @@ class Attempts:
         self._parted: dict[int, tuple[tuple[int, ...], int]] = {}
         self._numbers = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._fetching) + len(self._parted)
-
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
         assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"

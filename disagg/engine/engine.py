@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from disagg import hooks
@@ -32,17 +31,6 @@ from disagg.engine.scheduler import Scheduler, Span, Step
 from disagg.engine.sequence import OnOutput, Sequence, State
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What is free and what is open; all back at their start values when nothing is going on."""
-
-    free_pages: int
-    free_tail_slots: int
-    open_requests: int
-    open_jobs: int
-    open_attempts: int
 
 
 class Engine:
@@ -110,20 +98,6 @@ class Engine:
             self._inbox.put(partial(self._start_job, job))
         else:
             self._inbox.put(partial(self._handle, event))
-
-    def stats(self) -> EngineStats:
-        """A look from any thread; exact when nothing is going on.
-
-        What a request owns is freed before its last output is delivered, but for the pages of a
-        cancelled or failed attempt: they come back when nothing can land in them any more.
-        """
-        return EngineStats(
-            free_pages=self._scheduler.pages.num_free,
-            free_tail_slots=self._scheduler.slots.num_free,
-            open_requests=len(self._open),
-            open_jobs=len(self._jobs),
-            open_attempts=len(self._attempts),
-        )
 
     def stop(self, why: str = "the engine was stopped") -> None:
         """After the step that is running: take no more requests, answer the open ones with the
