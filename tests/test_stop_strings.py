@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 
 import pytest
@@ -189,6 +190,23 @@ def test_a_stream_joined_is_the_whole_text(byte_tokenizer, text, stop, cuts):
     assert "".join(parts) == streamed.answer.text == at_once.answer.text
     assert streamed.end() == at_once.end()
     assert at_once.answer.text == (text + REPLACEMENT)[: end_of(text + REPLACEMENT, stop)]
+
+
+def test_answers_that_share_their_news_are_read_together():
+    news = queue.SimpleQueue()
+    request = Request(prompt_token_ids=(1,))
+    first, second = Answer(request, news=news), Answer(request, news=news)
+    for token in (5, 6):
+        first.put(Output(token_ids=(token,)))
+    second.put(Output(token_ids=(7,), finish_reason=FinishReason.LENGTH))
+    first.put(Output(token_ids=(8,), finish_reason=FinishReason.LENGTH))
+    tokens = iter(first)
+    assert next(tokens) == 5
+    assert second.result(1).token_ids == (7,)
+    assert list(tokens) == [6, 8]
+    assert first.result(1).token_ids == (5, 6, 8)
+    with pytest.raises(TimeoutError, match=r"no output within 0\.01 s"):
+        first.wait(0.01)
 
 
 # --- A node ---
