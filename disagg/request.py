@@ -54,26 +54,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         t, k, p, seed, logprobs = self.temperature, self.top_k, self.top_p, self.seed, self.logprobs
         ids, stop = self.stop_token_ids, self.stop
+        are_ids = isinstance(ids, tuple) and all(_is_whole(i, 0) for i in ids)
+        is_count = logprobs is None or _is_whole(logprobs, 0, MAX_LOGPROBS)
+        is_seed = seed is None or _is_whole(seed, 0, MAX_SEED)
         are_stops = isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop)
         checks = {
             "max_tokens": (_is_whole(self.max_tokens, 1), "a whole number of at least 1"),
             "temperature": (_is_number(t) and 0 <= t < math.inf, "a finite number of at least 0"),
             "top_k": (k is None or _is_whole(k, 1), "None or a whole number of at least 1"),
             "top_p": (_is_number(p) and 0 < p <= 1, "a number above 0 and at most 1"),
-            "seed": (
-                seed is None or _is_whole(seed, 0, MAX_SEED),
-                f"None or a whole number from 0 to {MAX_SEED}",
-            ),
-            "stop_token_ids": (
-                isinstance(ids, tuple) and all(_is_whole(i, 0) for i in ids),
-                "a tuple of token ids",
-            ),
+            "seed": (is_seed, f"None or a whole number from 0 to {MAX_SEED}"),
+            "stop_token_ids": (are_ids, "a tuple of token ids"),
             "stop": (are_stops, "a tuple of strings that are not empty"),
             "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
-            "logprobs": (
-                logprobs is None or _is_whole(logprobs, 0, MAX_LOGPROBS),
-                f"None or a whole number from 0 to {MAX_LOGPROBS}",
-            ),
+            "logprobs": (is_count, f"None or a whole number from 0 to {MAX_LOGPROBS}"),
         }
         for name, (is_right, expected) in checks.items():
             if not is_right:

@@ -9,7 +9,8 @@ its prefillers are behind (by the travel of a heartbeat on one host). Others are
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,8 +22,6 @@ from disagg.trace import Event, Timeline
 
 #: Larger than any process id, so that processes of two hosts stay apart.
 MAX_PID = 1 << 22
-
-Colour = str | tuple[float, float, float, float]
 
 #: Of spans that are no layer's, by name or by track.
 COLOURS = {
@@ -84,49 +83,44 @@ def draw(timeline: Timeline) -> Figure:
             rows.setdefault((event.pid not in writers, event.pid, event.cat), []).append(event)
     if not rows:
         raise ValueError("the trace holds no spans; expected some, got a process without work")
+    layers = [int(event.name[6:]) for event in spans if re.fullmatch(r"layer \d+", event.name)]
+    last = max(layers, default=0)
+    scale = colormaps["viridis"]
+    colours = COLOURS | {f"layer {layer}": scale(layer / max(1, last)) for layer in layers}
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xmargin=0.01)
-    start, last = min(event.ts for event in spans), max(map(_layer, spans))
-    looks: dict[str, Colour] = {}
+    title = "KV leaves layer by layer while the next layers are computed"
+    axes = figure.add_subplot(xmargin=0.01, xlabel="time (ms)", title=title)
+    start = min(event.ts for event in spans)
+    shown: dict[str, Patch] = {}
     for row, key in enumerate(sorted(rows)):
         lanes = sorted({event.tid for event in rows[key]})
+        height = 0.8 / len(lanes)
         for event in rows[key]:
-            label, colour = _look(event, last)
-            looks[label] = colour
-            height = 0.8 / len(lanes)
+            label = _label(event, colours)
+            shown[label] = Patch(color=colours[label], label=label)
             axes.barh(
-                row - 0.4 + (lanes.index(event.tid) + 0.5) * height,
+                row + lanes.index(event.tid) * height,
                 event.dur / 1e3,
+                height,
                 left=(event.ts - start) / 1e3,
-                height=height,
-                color=colour,
+                align="edge",
+                color=colours[label],
                 # Makes short spans wide enough to be seen, and tells steps from each other.
-                edgecolor="white" if event.cat == "steps" else colour,
+                edgecolor="white" if event.cat == "steps" else colours[label],
                 linewidth=0.6,
             )
     names = {e.pid: e.args["name"] for e in timeline.trace_events if e.name == "process_name"}
-    axes.set_yticks(
-        range(len(rows)), [f"{names.get(pid, pid)}: {cat}" for _, pid, cat in sorted(rows)]
-    )
+    tracks = [f"{names.get(pid, pid)}: {cat}" for _, pid, cat in sorted(rows)]
+    axes.set_yticks([row + 0.4 for row in range(len(rows))], tracks)
     axes.invert_yaxis()
-    axes.set_xlabel("time (ms)")
-    axes.set_title("KV leaves layer by layer while the next layers are computed")
-    shown = [look for look in looks if look not in {f"layer {n}" for n in range(1, last)}]
-    patches = [Patch(color=looks[look], label=look) for look in shown]
-    figure.legend(handles=patches, ncols=5, loc="outside lower center")
+    for layer in {*layers} - {0, last}:
+        shown.pop(f"layer {layer}", None)
+    figure.legend(handles=list(shown.values()), ncols=5, loc="outside lower center")
     return figure
 
 
-def _layer(event: Event) -> int:
-    word, _, number = event.name.partition(" ")
-    return int(number) if word == "layer" and number.isdecimal() else -1
-
-
-def _look(event: Event, last_layer: int) -> tuple[str, Colour]:
-    """What the legend calls a span, and its colour."""
-    if (layer := _layer(event)) >= 0:
-        return event.name, colormaps["viridis"](layer / max(1, last_layer))
-    label = next((kind for kind in (event.name, event.cat) if kind in COLOURS), "norm, sampling")
-    if event.cat == "steps" and event.args.get("largest") != 1:
-        label = "step with prefill"
-    return label, COLOURS[label]
+def _label(event: Event, colours: Mapping[str, object]) -> str:
+    """What the legend calls a span."""
+    if event.cat == "steps":
+        return "steps" if event.args.get("largest") == 1 else "step with prefill"
+    return next((kind for kind in (event.name, event.cat) if kind in colours), "norm, sampling")

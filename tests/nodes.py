@@ -20,12 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
-from disagg.engine.engine import Engine, EngineStats
+from disagg.engine.engine import Engine
 from disagg.kv_layout import PageOrder
 from disagg.request import FinishReason, Request, SamplingParams
-from disagg.serve.handle import RequestHandle
+from disagg.serve.answer import Answer
 from disagg.serve.node import Node, NodeConfig
 from disagg.transfer.interface import TransferEngine
+from tests.balance import Balance, engine_balance
 from tests.engines import shm_engine
 
 DEADLINE_SECONDS = 30.0
@@ -139,7 +140,7 @@ class Pair:
     def __post_init__(self) -> None:
         self.at_start = self.balance()
 
-    def balance(self) -> tuple[EngineStats, EngineStats, int, int]:
+    def balance(self) -> tuple[Balance, Balance, int, int]:
         """What is free and open in engines and messengers of both nodes."""
         return balance_of(self.prefiller) + balance_of(self.decoder)
 
@@ -148,9 +149,9 @@ class Pair:
         wait_until(lambda: self.balance() == self.at_start, lambda: f"balance {self.balance()}")
 
 
-def balance_of(node: Node) -> tuple[EngineStats, int]:
+def balance_of(node: Node) -> tuple[Balance, int]:
     """What is free and open in a node's engine and in its messenger."""
-    return node.stats(), node._messenger.num_open_attempts
+    return engine_balance(node._engine), node._messenger.num_open_attempts
 
 
 @contextmanager
@@ -173,13 +174,13 @@ def pair(
             yield Pair(prefiller_node, decoder_node)
 
 
-def ask(node: Node, prompt: Sequence[int], max_tokens: int) -> RequestHandle:
+def ask(node: Node, prompt: Sequence[int], max_tokens: int) -> Answer:
     """Submit a prompt."""
     sampling = SamplingParams(max_tokens=max_tokens)
     return node.submit(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
 
 
-def tokens_of(handle: RequestHandle) -> tuple[int, ...]:
+def tokens_of(handle: Answer) -> tuple[int, ...]:
     """Its output, which must have ended by its length."""
     completion = handle.result(DEADLINE_SECONDS)
     assert completion.finish_reason is FinishReason.LENGTH, completion

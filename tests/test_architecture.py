@@ -80,7 +80,6 @@ TESTED_IN = {
     "disagg.messenger.sharding": "test_protocol",
     "disagg.serve.child_prefiller": "test_scripts",
     "disagg.serve.answer": "test_stop_strings",
-    "disagg.serve.handle": "test_node",
     "disagg.serve.options": "test_scripts",
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",

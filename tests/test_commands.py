@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
+from disagg.engine.engine import Engine
 from disagg.serve.commands import answer_prompts
-from disagg.serve.handle import RequestHandle
 from disagg.serve.options import decode_parser
 from disagg.serve.prompts import read_prompts
 from tests.nodes import Oracle
@@ -91,13 +91,13 @@ def test_a_later_answer_is_stopped_while_an_earlier_one_is_printed(
 ):
     stop = f"{words(oracle((3,), 9)[:5])} "
     printed = []
-    real_stop = RequestHandle.stop
+    real_cancel = Engine.cancel
 
-    def note(handle, num_tokens):
+    def note(engine, number):
         printed.append(capsys.readouterr().out)
-        real_stop(handle, num_tokens)
+        real_cancel(engine, number)
 
-    monkeypatch.setattr(RequestHandle, "stop", note)
+    monkeypatch.setattr(Engine, "cancel", note)
     code, _ = answer("--max-tokens=200", f"--stop={stop}", *PROMPTS[:2])
     assert code == 0
     (so_far,) = printed

@@ -7,6 +7,7 @@ between a prefiller and a decoder: it copies pages and tails in the test's own p
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import load_model
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from tests.balance import engine_balance
 from tests.fake_model import (
     fake_config,
     fake_greedy,
@@ -76,12 +78,12 @@ class Replica:
         self.engine = Engine(
             self.runner,
             self.scheduler,
-            on_output=self.on_output,
             prefill_hooks=prefill_hooks,
             decode_hooks=decode_hooks,
             clock=clock,
         )
-        self.idle = self.engine.stats()
+        self.idle = engine_balance(self.engine)
+        self.numbers = itertools.count(1)
 
     def on_output(self, number, output) -> None:
         assert number not in self.ends, f"request {number} is answered after its end"
@@ -93,7 +95,13 @@ class Replica:
 
     def submit(self, prompt, max_tokens=4, **sampling) -> int:
         sampling = SamplingParams(max_tokens=max_tokens, **sampling)
-        return self.engine.submit(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
+        return self.ask(Request(prompt_token_ids=tuple(prompt), sampling=sampling))
+
+    def ask(self, request) -> int:
+        # The engine's number, unless several threads ask.
+        number = next(self.numbers)
+        self.engine.submit(request, partial(self.on_output, number))
+        return number
 
     def step(self) -> bool:
         counter, did_work = self.runner.counter.read(), self.engine.step()
@@ -159,7 +167,7 @@ class Messenger:
         source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
         for ours, theirs in zip(source.layers, target.layers, strict=True):
             theirs[list(fetch.page_indices)] = ours[list(chunk.page_indices)]
-        target.tail_hidden(fetch.tail_slot).copy_(source.tail_hidden(chunk.tail_slot))
+        target.tail_hidden[fetch.tail_slot].copy_(source.tail_hidden[chunk.tail_slot])
 
     def scribble(self, attempts) -> None:
         """Late writes of failed or cancelled attempts: garbage into the pages that are theirs."""
@@ -177,8 +185,8 @@ class Messenger:
         raise AssertionError(f"still busy after {max_steps} steps")
 
     def check_balance(self) -> None:
-        assert self.decoder.engine.stats() == self.decoder.idle
-        assert self.prefiller.engine.stats() == self.prefiller.idle
+        assert engine_balance(self.decoder.engine) == self.decoder.idle
+        assert engine_balance(self.prefiller.engine) == self.prefiller.idle
 
 
 # Undivided
@@ -194,7 +202,7 @@ def test_every_prompt_length_gives_the_oracles_tokens(order, budget):
     for number, prompt in zip(numbers, prompts, strict=True):
         assert replica.tokens[number] == fake_greedy(CONFIG, prompt, 5), len(prompt)
         assert replica.ends[number] == (FinishReason.LENGTH, None)
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
 
 
 def test_long_generations_in_too_small_a_pool_queue_and_all_finish():
@@ -204,7 +212,7 @@ def test_long_generations_in_too_small_a_pool_queue_and_all_finish():
     replica.run(max_steps=70)
     for number, prompt in zip(numbers, prompts, strict=True):
         assert replica.tokens[number] == fake_greedy(CONFIG, prompt, 32)
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
 
 
 def test_what_never_fits_is_refused_at_once_and_the_next_is_served():
@@ -238,7 +246,7 @@ def test_the_first_stop_ends_the_output(remote, length, max_tokens, stop_at):
     assert replica.tokens[stopped] == expected
     assert replica.ends[stopped] == (finish, None)
     assert replica.tokens[ignoring] == fake_greedy(CONFIG, prompt, max_tokens)
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
 
 
 def test_generation_goes_right_up_to_the_models_limit():
@@ -282,19 +290,19 @@ def test_the_tail_holds_the_hidden_state_before_the_last_prompt_token():
         messenger.decoder.submit(prompt, 1)
         messenger.run()
         fetch = messenger.fetches[len(messenger.fetches)]
-        hidden = messenger.decoder.runner.kv_cache.tail_hidden(fetch.tail_slot)
+        hidden = messenger.decoder.runner.kv_cache.tail_hidden[fetch.tail_slot]
         assert torch.equal(hidden, fake_hidden(CONFIG, prompt)[length - 2])
 
 
 def test_a_fetched_tail_slot_is_free_again_after_the_first_step_that_reads_it():
     messenger, number = lost_fetch(max_tokens=5)
     decoder = messenger.decoder
-    assert decoder.engine.stats().free_tail_slots == 3
+    assert engine_balance(decoder.engine).free_tail_slots == 3
     decoder.engine.post(KVReady(attempt=1))
     decoder.step()
     assert len(decoder.tokens[number]) == 1
     assert number not in decoder.ends
-    assert decoder.engine.stats().free_tail_slots == 4
+    assert engine_balance(decoder.engine).free_tail_slots == 4
 
 
 def test_the_decoder_computes_only_the_last_prompt_token():
@@ -336,7 +344,7 @@ def test_a_jobs_pages_stay_until_it_is_released():
     replica.engine.post(StartPrefill(job=2, token_ids=prompt_of(9)))
     replica.run()
     assert [c.job for _, chunks in messenger.steps for c in chunks] == [1]
-    assert replica.engine.stats().free_pages == 1
+    assert engine_balance(replica.engine).free_pages == 1
     replica.engine.post(ReleasePrefill(job=1))
     replica.run()
     assert [c.job for _, chunks in messenger.steps for c in chunks] == [1, 2]
@@ -355,11 +363,11 @@ def test_a_stopped_job_runs_no_further_chunk_and_keeps_its_pages(num_steps):
     for _ in range(num_steps):
         replica.step()
     before = list(messenger.steps)
-    free = replica.engine.stats().free_pages
+    free = engine_balance(replica.engine).free_pages
     replica.engine.post(StopPrefill(job=1))
     replica.run()
     assert messenger.steps == before
-    assert replica.engine.stats().free_pages == free
+    assert engine_balance(replica.engine).free_pages == free
     replica.engine.post(ReleasePrefill(job=1))
     replica.run()
     messenger.check_balance()
@@ -481,7 +489,7 @@ def test_a_failed_fetch_is_computed_here_in_fresh_pages():
         messenger.scribble([1])
         messenger.decoder.step()
     assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
-    stats = messenger.decoder.engine.stats()
+    stats = engine_balance(messenger.decoder.engine)
     assert (stats.free_pages, stats.free_tail_slots) == (36, 3), "the attempt's pages and slot"
     assert stats.open_attempts == 1
     assert sorted(messenger.fetches) == [1]
@@ -511,7 +519,7 @@ def test_a_failed_fetch_can_fail_the_request_with_its_cause():
     messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.FAIL))
     messenger.run()
     assert messenger.decoder.ends == {number: (FinishReason.ERROR, "gone")}
-    assert messenger.decoder.engine.stats().free_pages == 36
+    assert engine_balance(messenger.decoder.engine).free_pages == 36
     messenger.decoder.engine.post(KVReleased(attempt=1))
     messenger.run()
     messenger.check_balance()
@@ -538,7 +546,7 @@ def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages():
     messenger.decoder.step()
     assert messenger.decoder.ends == {number: (FinishReason.CANCELLED, None)}
     assert messenger.cancelled == [1]
-    assert engine.stats().free_pages == 36
+    assert engine_balance(engine).free_pages == 36
     for stale in (
         KVReady(attempt=1),
         KVFailed(attempt=1, why="gone", then=NextStep.RETRY),
@@ -546,7 +554,7 @@ def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages():
     ):
         engine.post(stale)
         messenger.decoder.run()
-        assert engine.stats().free_pages == 36
+        assert engine_balance(engine).free_pages == 36
     engine.post(KVReleased(attempt=1))
     messenger.run()
     messenger.check_balance()
@@ -579,7 +587,7 @@ def test_a_cancel_at_any_step_restores_the_balance(num_steps):
     expected = FinishReason.LENGTH if finished else FinishReason.CANCELLED
     assert replica.ends[number] == (expected, None)
     assert replica.tokens[other] == fake_greedy(CONFIG, prompt_of(3), 12)
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
     assert finished == (num_steps >= 6)
 
 
@@ -592,7 +600,7 @@ def test_a_cancel_of_one_that_waits_for_pages():
     replica.run()
     assert replica.tokens[first] == fake_greedy(CONFIG, prompt_of(9), 4)
     assert replica.ends[second] == (FinishReason.CANCELLED, None)
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
 
 
 ACTIONS = st.sampled_from(
@@ -713,7 +721,7 @@ def test_requests_from_other_threads_wake_the_idle_engine():
         if len(replica.ends) == 6:
             done.set()
 
-    replica.engine._on_output = note
+    replica.on_output = note
     thread = threading.Thread(target=replica.engine.run_forever, daemon=True)
     thread.start()
     clients = [
@@ -724,7 +732,7 @@ def test_requests_from_other_threads_wake_the_idle_engine():
     assert done.wait(10)
     answers = sorted(replica.tokens.values())
     assert answers == sorted(fake_greedy(CONFIG, prompt_of(5, seed), 3) for seed in range(6))
-    assert replica.engine.stats() == replica.idle
+    assert engine_balance(replica.engine) == replica.idle
     replica.engine.stop()
     replica.engine.stop()
     thread.join(10)
@@ -754,7 +762,7 @@ def test_a_stop_answers_what_is_open():
     assert replica.tokens[number] == fake_greedy(CONFIG, prompt_of(3), 1)
     for request in (number, waiting):
         assert replica.ends[request] == (FinishReason.ERROR, "the engine was stopped")
-    assert replica.engine.stats().open_requests == 0
+    assert engine_balance(replica.engine).open_requests == 0
 
 
 @pytest.mark.parametrize("where", ["model", "hooks", "counter"])

@@ -16,6 +16,7 @@ from disagg.serve.node import NodeError
 from disagg.transfer.interface import TransferError
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
+from tests.balance import engine_balance
 from tests.engines import in_halves
 from tests.nodes import (
     DEADLINE_SECONDS,
@@ -172,7 +173,7 @@ def test_cancel_in_the_middle_of_a_copy(model, oracle, times):
             handle.cancel()
             assert is_cancelled(handle)
             # The copy is not over, so its pages are nobody else's yet.
-            assert nodes.decoder.stats().open_attempts == 1
+            assert engine_balance(nodes.decoder._engine).open_attempts == 1
             gate.open()
             nodes.wait_for_balance()
         assert tokens_of(ask(nodes.decoder, PROMPT, MAX_TOKENS)) == oracle(PROMPT, MAX_TOKENS)
@@ -374,7 +375,7 @@ def test_a_prefiller_stopped_in_the_middle_of_a_copy(model, oracle, then):
             for n in range(2, 6):
                 served = ask(decoder, prompt_of(n), MAX_TOKENS)
                 assert tokens_of(served) == oracle(prompt_of(n), MAX_TOKENS)
-            quarantined = before[0].free_pages - decoder.stats().free_pages
+            quarantined = before[0].free_pages - engine_balance(decoder._engine).free_pages
             # Those of the cancelled request and of the caught one.
             assert quarantined == -(-(len(PROMPT) + MAX_TOKENS) // P) + -(-(9 + MAX_TOKENS) // P)
             if then == "never":
@@ -423,9 +424,9 @@ def test_what_arrives_is_what_was_computed(model, oracle, starved, kv_layout):
                 kv = ours[source].narrow(axis, 0, count)
                 assert kv.abs().min() > 0
                 assert kv.equal(theirs[destination].narrow(axis, 0, count))
-        hidden = nodes.prefiller._kv_cache.tail_hidden(tail)
+        hidden = nodes.prefiller._kv_cache.tail_hidden[tail]
         assert hidden.abs().min() > 0
-        assert hidden.equal(nodes.decoder._kv_cache.tail_hidden(slot))
+        assert hidden.equal(nodes.decoder._kv_cache.tail_hidden[slot])
 
 
 def record_places(nodes):

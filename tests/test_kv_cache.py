@@ -34,7 +34,7 @@ def test_a_tail_hidden_state_lies_behind_the_words(dtype):
     config = CacheConfig(num_pages=1, page_size=4, dtype=dtype, num_tail_slots=3)
     with KVCache(config, fake_config(hidden_size=10)) as cache:
         hidden = torch.arange(10).to(getattr(torch, dtype)) + 1
-        cache.tail_hidden(1).copy_(hidden)
+        cache.tail_hidden[1].copy_(hidden)
         start = cache.tail_layout.slot_offset(1) + cache.tail_layout.HEADER_BYTES
         nbytes = 10 * cache.tail_layout.itemsize
         written = cache.tail_memory.bytes[start : start + nbytes]
@@ -47,7 +47,7 @@ def test_pages_and_counter_can_be_mapped_by_descriptor():
     cache = KVCache(CacheConfig(num_pages=2, dtype="float32"), fake_config())
     counter = LayerCounter()
     mapped = SharedMemory(cache.memory.nbytes, fd=cache.memory.fd)
-    word = SharedMemory(8, fd=counter.memory.fd)
+    word = SharedMemory(8, fd=counter.fd)
     cache.layers[1][1] = 7.0
     counter.add()
     assert mapped.bytes.view(np.float32)[-1] == 7.0
@@ -62,7 +62,7 @@ def test_pages_and_counter_can_be_mapped_by_descriptor():
 def test_the_counter_counts_beyond_32_bits():
     counter = LayerCounter()
     assert counter.read() == 0
-    counter.memory.bytes.view(np.uint64)[0] = 2**32 - 1
+    counter.bytes.view(np.uint64)[0] = 2**32 - 1
     counter.add()
     assert counter.read() == 2**32
     counter.close()

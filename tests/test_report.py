@@ -6,12 +6,11 @@ import json
 from dataclasses import replace
 
 from disagg.hooks import TransferStats
-from disagg.request import FinishReason, Timings, TokenLogprobs
-from disagg.serve.handle import Completion
+from disagg.request import FinishReason, Output, Request, SamplingParams, Timings, TokenLogprobs
+from disagg.serve.answer import Answer
 from disagg.serve.report import as_json, summary
 
-DONE = Completion(
-    num_prompt_tokens=36,
+DONE = Output(
     token_ids=(5, 6),
     logprobs=(
         TokenLogprobs(logprob=-0.25, top=((5, -0.25), (9, -3.0))),
@@ -37,8 +36,7 @@ DONE = Completion(
         span=0.05,
     ),
 )
-REFUSED = Completion(
-    num_prompt_tokens=0,
+REFUSED = Output(
     token_ids=(),
     logprobs=(),
     finish_reason=FinishReason.ERROR,
@@ -48,8 +46,17 @@ REFUSED = Completion(
 )
 
 
+def answered(output, num_prompt_tokens=0, text="", logprobs=1):
+    """An answer that has ended like this."""
+    sampling = SamplingParams(logprobs=logprobs)
+    answer = Answer(Request(prompt_token_ids=(1,) * num_prompt_tokens, sampling=sampling))
+    answer.put(output)
+    answer.text = text
+    return answer
+
+
 def test_everything_that_was_measured_is_in_the_object():
-    found = as_json(3, "hi", DONE, logprobs=True)
+    found = as_json(3, answered(DONE, 36, "hi"))
     assert json.loads(json.dumps(found)) == {
         "index": 3,
         "token_ids": [5, 6],
@@ -87,10 +94,10 @@ def test_everything_that_was_measured_is_in_the_object():
 
 
 def test_what_was_not_asked_for_or_did_not_happen_is_not_there():
-    found = as_json(0, "", replace(REFUSED, error=None), logprobs=False)
+    found = as_json(0, answered(replace(REFUSED, error=None), logprobs=None))
     assert "logprobs" not in found
     assert "error" not in found
-    found = as_json(0, "", REFUSED, logprobs=True)
+    found = as_json(0, answered(REFUSED))
     assert (found["logprobs"], found["error"]) == ([], "why")
     assert (found["timings_ms"], found["transfer"]) == (None, None)
 

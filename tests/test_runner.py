@@ -98,7 +98,7 @@ def test_every_step_adds_one_a_layer_and_one():
 
 def test_the_tail_is_written_before_the_last_increment_and_after_the_layers():
     runner = make_runner()
-    tail = runner.kv_cache.tail_hidden(1)
+    tail = runner.kv_cache.tail_hidden[1]
     hidden = fake_hidden(fake_config(), PROMPT)[len(PROMPT) - 2]
     seen = []
     add = runner.counter.add
@@ -111,7 +111,7 @@ def test_the_tail_is_written_before_the_last_increment_and_after_the_layers():
         ]
     )
     assert seen == [False, False, True]
-    assert not runner.kv_cache.tail_hidden(0).any()
+    assert not runner.kv_cache.tail_hidden[0].any()
 
 
 def test_logits_do_not_hold_back_the_tail():

@@ -23,10 +23,10 @@ def ids(sampled):
     return [token.token_id for token in sampled]
 
 
-def kept(weights, num_candidates=1024, **wish):
+def kept(weights, **wish):
     """Which tokens of one row stay."""
     row = torch.tensor([weights], dtype=torch.float64)
-    left = cut(row, [SamplingParams(temperature=1.0, **wish)], num_candidates)
+    left = cut(row, [SamplingParams(temperature=1.0, **wish)])
     assert all(left[0, i] in (0, row[0, i]) for i in range(len(weights)))
     return left[0].nonzero()[:, 0].tolist()
 
@@ -162,11 +162,8 @@ def test_top_p_is_a_share_of_what_top_k_left():
     weights=st.lists(st.integers(0, 12), min_size=20, max_size=20).filter(any),
     top_k=st.none() | st.integers(1, 25),
     top_p=st.sampled_from([0.1, 0.3, 0.5, 0.9, 0.999, 1.0]),
-    num_candidates=st.integers(1, 30),
 )
-def test_looking_at_few_candidates_first_cuts_like_sorting_all(
-    weights, top_k, top_p, num_candidates
-):
+def test_cuts_are_those_of_a_list_in_order_of_weight(weights, top_k, top_p):
     order = sorted(range(20), key=lambda token: -weights[token])[:top_k]
     total = sum(weights[token] for token in order)
     expected, before = [], 0
@@ -175,7 +172,7 @@ def test_looking_at_few_candidates_first_cuts_like_sorting_all(
             expected.append(token)
         before += weights[token]
     expected = sorted(token for token in expected if weights[token])
-    assert kept([float(w) for w in weights], num_candidates, top_k=top_k, top_p=top_p) == expected
+    assert kept([float(w) for w in weights], top_k=top_k, top_p=top_p) == expected
 
 
 # --- Nobody else matters ---
@@ -205,7 +202,7 @@ def toy(replica, runner=None, *, order=1, num_prompts=6):
     numbers = {}
     for i in range(num_prompts)[::order]:
         prompt = tuple((3 * i + j * j) % 97 for j in range(1 + 3 * i))
-        numbers[i] = replica.engine.submit(Request(prompt_token_ids=prompt, sampling=wishes[i]))
+        numbers[i] = replica.ask(Request(prompt_token_ids=prompt, sampling=wishes[i]))
     (runner or replica).run()
     return [replica.tokens[numbers[i]] for i in range(num_prompts)]
 
@@ -227,8 +224,7 @@ def test_another_seed_gives_other_tokens_and_so_does_none():
     wish = SamplingParams(max_tokens=30, temperature=1.0)
     requests = [replace(wish, seed=0), replace(wish, seed=1), wish, wish, replace(wish, seed=0)]
     numbers = [
-        replica.engine.submit(Request(prompt_token_ids=prompt, sampling=request))
-        for request in requests
+        replica.ask(Request(prompt_token_ids=prompt, sampling=request)) for request in requests
     ]
     replica.run()
     answers = [tuple(replica.tokens[number]) for number in numbers]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
 from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import TRANSITIONS, Kind, Sequence, State
+from disagg.engine.sequence import TRANSITIONS, Sequence, State
 from disagg.kv_layout import pages_for
 from disagg.request import FinishReason, Request, SamplingParams
 from tests.fake_model import fake_config, fake_scheduler
@@ -47,10 +47,10 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     step = scheduler.schedule()
     check_step(scheduler, step, pending)
     ranges = []
-    for sequence, span in zip(step.sequences, step.spans, strict=True):
+    for sequence, span in step:
         ranges.append((sequence.number, span.first_token, len(span.token_ids)))
         sequence.num_computed += len(span.token_ids)
-        if sequence.kind is Kind.PREFILL:
+        if sequence.is_job:
             if sequence.num_pending == 0:
                 scheduler.hold(sequence)
         else:
@@ -64,15 +64,16 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
 
 def check_step(scheduler: Scheduler, step, pending) -> None:
     limits = scheduler.limits
-    assert sum(len(span.token_ids) for span in step.spans) <= limits.max_batch_tokens
-    assert len(step.spans) <= limits.max_batch_size
-    assert len({s.number for s in step.sequences}) == len(step.sequences), "two spans of one"
-    decoding = [s.is_decoding for s in step.sequences]
+    sequences = [sequence for sequence, _ in step]
+    assert sum(len(span.token_ids) for _, span in step) <= limits.max_batch_tokens
+    assert len(step) <= limits.max_batch_size
+    assert len({s.number for s in sequences}) == len(step), "two spans of one"
+    decoding = [s.is_decoding for s in sequences]
     assert decoding == sorted(decoding, reverse=True), "a chunk before a decode"
     for group in (True, False):
-        arrivals = [s.arrival for s in step.sequences if s.is_decoding == group]
+        arrivals = [s.arrival for s in sequences if s.is_decoding == group]
         assert arrivals == sorted(arrivals)
-    for sequence, span in zip(step.sequences, step.spans, strict=True):
+    for sequence, span in step:
         count = len(span.token_ids)
         end = span.first_token + count
         assert count > 0
@@ -80,12 +81,11 @@ def check_step(scheduler: Scheduler, step, pending) -> None:
         assert list(span.token_ids) == sequence.tokens[span.first_token : end]
         assert span.page_indices == sequence.page_indices[: pages_for(end, P)]
         is_last = count == pending[sequence]
-        if sequence.kind is Kind.PREFILL:
-            assert end <= sequence.num_prompt_tokens - 1
+        assert end <= len(sequence.tokens)
+        if sequence.is_job:
             assert (span.tail_slot is not None) == is_last
             assert span.sampling is None
         else:
-            assert end <= len(sequence.tokens)
             assert span.tail_slot is None
             assert (span.sampling is not None) == is_last
 
@@ -148,7 +148,7 @@ def test_any_mix_of_work_is_served_and_gives_everything_back(
     assert scheduler.pages.num_free == num_pages
     assert scheduler.slots.num_free == num_tail_slots
     for sequence, (kind, length, max_tokens) in zip(everything, work, strict=True):
-        assert len(sequence.tokens) == length + max_tokens, kind
+        assert len(sequence.tokens) == length + (-1 if kind == "job" else max_tokens), kind
 
 
 def test_decodes_come_first_then_chunks_in_order_of_arrival():

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from disagg.serve.answer import Answer
-from disagg.serve.handle import RequestHandle
 from disagg.serve.stop_strings import StopStrings
 from disagg.serve.tokenizer import REPLACEMENT, Tokenizer
+from tests.balance import engine_balance
 from tests.nodes import DEADLINE_SECONDS, HeldNode, Oracle, node_config, prompt_of, wait_until
 from tests.test_tokenizer import save_byte_tokenizer
 from tests.tiny_models import make_tiny_llama, save_word_tokenizer
@@ -97,18 +97,18 @@ class Scripted:
 
     def __init__(self, tokenizer, *stop):
         self.cancels = 0
-        self.handle = RequestHandle(3, cancel=self.on_cancel)
-        self.answer = Answer(self.handle, tokenizer.stream(), SamplingParams(stop=stop))
+        request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(stop=stop))
+        self.answer = Answer(request, stream=tokenizer.stream(), cancel=self.on_cancel)
 
     def on_cancel(self):
         self.cancels += 1
 
     def put(self, *token_ids, finish=None, error=None):
         logprobs = tuple(TokenLogprobs(logprob=-float(token), top=()) for token in token_ids)
-        self.handle.put(
+        self.answer.put(
             Output(token_ids=token_ids, logprobs=logprobs, finish_reason=finish, error=error)
         )
-        self.answer.read()
+        self.answer.wait()
         return self.answer.take()
 
     def end(self):
@@ -192,6 +192,23 @@ def test_a_stream_joined_is_the_whole_text(byte_tokenizer, text, stop, cuts):
     assert at_once.answer.text == (text + REPLACEMENT)[: end_of(text + REPLACEMENT, stop)]
 
 
+def test_answers_that_share_their_news_are_read_together():
+    news = queue.SimpleQueue()
+    request = Request(prompt_token_ids=(1,))
+    first, second = Answer(request, news=news), Answer(request, news=news)
+    for token in (5, 6):
+        first.put(Output(token_ids=(token,)))
+    second.put(Output(token_ids=(7,), finish_reason=FinishReason.LENGTH))
+    first.put(Output(token_ids=(8,), finish_reason=FinishReason.LENGTH))
+    tokens = iter(first)
+    assert next(tokens) == 5
+    assert second.result(1).token_ids == (7,)
+    assert list(tokens) == [6, 8]
+    assert first.result(1).token_ids == (5, 6, 8)
+    with pytest.raises(TimeoutError, match=r"no output within 0\.01 s"):
+        first.wait(0.01)
+
+
 # --- A node ---
 
 
@@ -204,24 +221,25 @@ def test_a_node_stops_work_and_gives_pages_back(tmp_path):
     stop = f"{words[5][-1]} {words[6]}"  # over a border
     permits = threading.Semaphore(0)
 
+    steps = []
+
     def before_layer(layer):
+        steps.append(layer)
         if layer == 0:
             assert permits.acquire(timeout=DEADLINE_SECONDS)
 
     with HeldNode(node_config(folder), before_layer=before_layer) as node:
-        start = node.stats()
-        news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        start = engine_balance(node._engine)
         wish = SamplingParams(max_tokens=300, stop=(stop,))
-        handle = node.submit(
-            Request(prompt_token_ids=prompt_of(9), sampling=wish), on_news=lambda: news.put(None)
+        answer = node.submit(
+            Request(prompt_token_ids=prompt_of(9), sampling=wish),
+            stream=Tokenizer(folder).stream(),
         )
-        answer = Answer(handle, Tokenizer(folder).stream(), wish)
         while answer.completion is None:
             permits.release()
-            news.get(timeout=DEADLINE_SECONDS)
-            answer.read()
+            answer.wait(DEADLINE_SECONDS)
         assert answer.text == " ".join(words[:6])[:-1]
         assert answer.completion.token_ids == expected[:7]
         assert answer.completion.finish_reason is FinishReason.STOP
-        assert len(handle._token_ids) <= 8
-        wait_until(lambda: node.stats() == start)
+        assert steps.count(0) <= 8
+        wait_until(lambda: engine_balance(node._engine) == start)

@@ -12,13 +12,10 @@ request that was cancelled or whose attempt failed leaves at once, without its p
 from __future__ import annotations
 
 import itertools
-import logging
 
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence, State
 from disagg.hooks import DecodeHooks, FetchKV, NextStep
-
-logger = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -36,9 +33,6 @@ class Attempts:
         #: Pages and tail slot of those that nobody waits for any more.
         self._parted: dict[int, tuple[tuple[int, ...], int]] = {}
         self._numbers = itertools.count(1)
-
-    def __len__(self) -> int:
-        return len(self._fetching) + len(self._parted)
 
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
@@ -65,10 +59,9 @@ class Attempts:
 
     def on_failed(self, attempt: int, then: NextStep) -> Sequence | None:
         """It will not complete: queue the request again, or end and return it if it is to fail."""
-        sequence = self._fetching.get(attempt)
-        if sequence is None:
+        if attempt not in self._fetching:
             return None
-        self._part(sequence)
+        sequence = self._part(attempt)
         if then is NextStep.FAIL:
             self._scheduler.release(sequence)
             return sequence
@@ -81,24 +74,22 @@ class Attempts:
 
     def cancel(self, sequence: Sequence) -> None:
         """The request of a FETCHING sequence is not wanted any more; part it from its attempt."""
-        assert sequence.attempt is not None, f"request {sequence.number} fetches nothing"
-        assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
-        self._hooks.on_cancel(sequence.attempt)
-        self._part(sequence)
+        hooks, attempt = self._hooks, sequence.attempt
+        assert hooks is not None and attempt is not None, f"{sequence.number} fetches nothing"
+        hooks.on_cancel(attempt)
+        self._part(attempt)
 
     def on_released(self, attempt: int) -> None:
         """Nothing can land any more: free what a failed or cancelled attempt still owns."""
         assert attempt not in self._fetching, f"attempt {attempt} is released, but still waited for"
-        if attempt not in self._parted:
-            logger.debug("release of attempt %d, whose pages are the request's or free", attempt)
-            return
-        page_indices, tail_slot = self._parted.pop(attempt)
-        self._scheduler.pages.free(page_indices)
-        self._scheduler.slots.free((tail_slot,))
+        if attempt in self._parted:  # else they are the request's, or free already
+            page_indices, tail_slot = self._parted.pop(attempt)
+            self._scheduler.pages.free(page_indices)
+            self._scheduler.slots.free((tail_slot,))
 
-    def _part(self, sequence: Sequence) -> None:
-        attempt, slot = sequence.attempt, sequence.tail_slot
-        assert attempt is not None and slot is not None, f"{sequence.number} fetches nothing"
-        del self._fetching[attempt]
-        self._parted[attempt] = (sequence.page_indices, slot)
+    def _part(self, attempt: int) -> Sequence:
+        sequence = self._fetching.pop(attempt)
+        assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
+        self._parted[attempt] = (sequence.page_indices, sequence.tail_slot)
         sequence.disown()
+        return sequence

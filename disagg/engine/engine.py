@@ -17,45 +17,20 @@ Fetched pages, and what becomes of them when a fetch fails, are `attempts.py`.
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from disagg import hooks
 from disagg.engine.attempts import Attempts
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
-from disagg.engine.scheduler import ScheduledStep, Scheduler, Span
-from disagg.engine.sequence import Kind, Sequence, State
+from disagg.engine.scheduler import Scheduler, Span, Step
+from disagg.engine.sequence import OnOutput, Sequence, State
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
-
-logger = logging.getLogger(__name__)
-
-
-class OnOutput(Protocol):
-    """Called by the engine thread; must return at once and not raise.
-
-    `output.finish_reason` is set in the last call for a request.
-    """
-
-    def __call__(self, number: int, output: Output) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What is free and what is open; all back at their start values when nothing is going on."""
-
-    free_pages: int
-    free_tail_slots: int
-    open_requests: int
-    open_jobs: int
-    open_attempts: int
 
 
 class Engine:
@@ -67,7 +42,6 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         *,
-        on_output: OnOutput,
         prefill_hooks: hooks.PrefillHooks | None = None,
         decode_hooks: hooks.DecodeHooks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +49,6 @@ class Engine:
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._on_output = on_output
         self._clock = clock
         self._trace = trace or Trace()
         self._prefill_hooks = prefill_hooks
@@ -95,8 +68,8 @@ class Engine:
 
     # From any thread
 
-    def submit(self, request: Request) -> int:
-        """Queue a request and return its number, by which `on_output` and `cancel` name it.
+    def submit(self, request: Request, on_output: OnOutput) -> int:
+        """Queue a request and return its number, by which `cancel` names it.
 
         ValueError if it can never be served, RuntimeError if the engine has ended.
         """
@@ -105,7 +78,8 @@ class Engine:
                 raise RuntimeError(f"the engine takes no more requests: {self._ended}")
             number = next(self._numbers)
             sequence = self._scheduler.new_request(number, request, remote=self._remote)
-            sequence.stopwatch.submitted = self._clock()
+            sequence.on_output = on_output
+            sequence.stopwatch.reach("submitted", self._clock())
             self._open[number] = sequence
             self._inbox.put(partial(self._scheduler.add, sequence))
         return number
@@ -124,20 +98,6 @@ class Engine:
             self._inbox.put(partial(self._start_job, job))
         else:
             self._inbox.put(partial(self._handle, event))
-
-    def stats(self) -> EngineStats:
-        """A look from any thread; exact when nothing is going on.
-
-        What a request owns is freed before its last output is delivered, but for the pages of a
-        cancelled or failed attempt: they come back when nothing can land in them any more.
-        """
-        return EngineStats(
-            free_pages=self._scheduler.pages.num_free,
-            free_tail_slots=self._scheduler.slots.num_free,
-            open_requests=len(self._open),
-            open_jobs=len(self._jobs),
-            open_attempts=len(self._attempts),
-        )
 
     def stop(self, why: str = "the engine was stopped") -> None:
         """After the step that is running: take no more requests, answer the open ones with the
@@ -171,11 +131,8 @@ class Engine:
 
     def _drain(self, wait: bool) -> bool:
         drained = False
-        while self._ended is None:
-            try:
-                act = self._inbox.get(block=wait and not drained)
-            except queue.Empty:
-                break
+        while self._ended is None and ((wait and not drained) or not self._inbox.empty()):
+            act = self._inbox.get()
             drained = True
             act()
         return drained
@@ -186,7 +143,7 @@ class Engine:
                 ready = self._attempts.on_ready(event.attempt)
                 if ready is not None:
                     ready.transfer = event.transfer
-                    ready.stopwatch.on_prefilled(self._clock())
+                    ready.stopwatch.reach("prefilled", self._clock())
             case hooks.KVFailed():
                 ended = self._attempts.on_failed(event.attempt, event.then)
                 if ended is not None:
@@ -194,39 +151,44 @@ class Engine:
             case hooks.KVReleased():
                 self._attempts.on_released(event.attempt)
             case hooks.StopPrefill():
-                self._stop_job(event.job)
+                job = self._jobs.get(event.job)
+                # One that has computed everything is held already, one released before is gone.
+                if job is not None and job.state is not State.HELD:
+                    self._scheduler.hold(job)
             case hooks.ReleasePrefill():
-                self._release_job(event.job)
+                # We are between two steps: the last one that named these pages has ended.
+                if (job := self._jobs.pop(event.job, None)) is not None:
+                    self._scheduler.release(job)
 
     def _run_step(self) -> bool:
         now = self._clock()
         for sequence in self._scheduler.admit():
-            sequence.stopwatch.on_start(now)
+            sequence.stopwatch.reach("started", now)
             self._attempts.start(sequence)
         step = self._scheduler.schedule()
-        if not step.spans:
+        if not step:
             return False
-        for sequence in step.sequences:
-            sequence.stopwatch.on_start(now)
+        for sequence, _ in step:
+            sequence.stopwatch.reach("started", now)
         # Read, not calculated: steps that others ran (a warm-up) have counted, too.
         base = self._runner.counter.read()
         chunks = _chunks(step)
         if chunks:
             assert self._prefill_hooks is not None, "prefill jobs come from a messenger"
             self._prefill_hooks.on_step_scheduled(base, chunks)
-        sampled = self._runner.run(step.spans)
+        sampled = self._runner.run([span for _, span in step])
         added = self._runner.counter.read() - base
         assert added == self._runner.increments_per_step, (
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
         )
         start, now = now, self._clock()
         if self._trace.on:
-            sizes = [len(span.token_ids) for span in step.spans]
+            sizes = [len(span.token_ids) for _, span in step]
             name, details = f"{sum(sizes)} tokens", {"largest": max(sizes), "sequences": len(sizes)}
             self._trace.span("steps", name, start, now, **details)
         outputs = [
             (sequence, self._after_span(sequence, span, tokens, now))
-            for sequence, span, tokens in zip(step.sequences, step.spans, sampled, strict=True)
+            for (sequence, span), tokens in zip(step, sampled, strict=True)
         ]
         # What they owned is free by now, so a client that sees its end sees the balance restored.
         for sequence, kept in outputs:
@@ -239,15 +201,14 @@ class Engine:
     ) -> list[Sampled]:
         """Book what a step computed of one sequence; return the new tokens that count."""
         sequence.num_computed += len(span.token_ids)
-        if sequence.kind is Kind.PREFILL:
+        if sequence.is_job:
             if sequence.num_pending == 0:
                 self._scheduler.hold(sequence)
             return []
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
         kept = sampled[: len(sequence.accept(token.token_id for token in sampled))]
-        if kept:
-            sequence.stopwatch.on_tokens(now, len(kept))
+        sequence.stopwatch.on_tokens(now, len(kept))
         if sequence.finish is not None:
             self._scheduler.release(sequence)
         return kept
@@ -255,7 +216,6 @@ class Engine:
     def _cancel(self, number: int) -> None:
         sequence = self._open.get(number)
         if sequence is None:
-            logger.debug("cancel of request %d, which is not open", number)
             return
         if sequence.state is State.FETCHING:
             self._attempts.cancel(sequence)
@@ -267,20 +227,6 @@ class Engine:
         self._jobs[job.number] = job
         self._scheduler.add(job)
 
-    def _stop_job(self, job: int) -> None:
-        sequence = self._jobs.get(job)
-        # One that has computed everything is held already, one released before is gone.
-        if sequence is not None and sequence.state is not State.HELD:
-            self._scheduler.hold(sequence)
-
-    def _release_job(self, job: int) -> None:
-        sequence = self._jobs.pop(job, None)
-        if sequence is None:
-            logger.debug("release of job %d, which was released before", job)
-            return
-        # We are between two steps: the last one that named these pages has ended.
-        self._scheduler.release(sequence)
-
     def _deliver(
         self,
         sequence: Sequence,
@@ -288,14 +234,21 @@ class Engine:
         finish: FinishReason | None,
         error: str | None = None,
     ) -> None:
-        if finish is not None:
+        ended = finish is not None
+        if ended:
             with self._lock:
                 del self._open[sequence.number]
-            self._record(sequence)
-        self._on_output(sequence.number, _output(sequence, new, finish, error))
-
-    def _record(self, sequence: Sequence) -> None:
-        sequence.stopwatch.record(self._trace, f"request {sequence.number}", self._clock())
+            sequence.stopwatch.record(self._trace, f"request {sequence.number}", self._clock())
+        sequence.on_output(
+            Output(
+                token_ids=tuple(token.token_id for token in new),
+                logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
+                finish_reason=finish,
+                error=error,
+                timings=sequence.stopwatch.timings(sequence.transfer) if ended else None,
+                transfer=sequence.transfer if ended else None,
+            )
+        )
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -303,27 +256,11 @@ class Engine:
                 return
             self._ended = why
             sequences = list(self._open.values())
-            self._open.clear()
         for sequence in sequences:
-            self._record(sequence)
-            self._on_output(sequence.number, _output(sequence, [], FinishReason.ERROR, why))
+            self._deliver(sequence, [], FinishReason.ERROR, why)
 
 
-def _output(
-    sequence: Sequence, new: list[Sampled], finish: FinishReason | None, error: str | None
-) -> Output:
-    transfer = sequence.transfer
-    return Output(
-        token_ids=tuple(token.token_id for token in new),
-        logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
-        finish_reason=finish,
-        error=error,
-        timings=None if finish is None else sequence.stopwatch.timings(transfer),
-        transfer=None if finish is None else transfer,
-    )
-
-
-def _chunks(step: ScheduledStep) -> list[hooks.PrefillChunk]:
+def _chunks(step: Step) -> list[hooks.PrefillChunk]:
     """The prefill chunks of a step, as the messenger is told of them."""
     return [
         hooks.PrefillChunk(
@@ -334,6 +271,6 @@ def _chunks(step: ScheduledStep) -> list[hooks.PrefillChunk]:
             is_last=span.tail_slot is not None,
             tail_slot=span.tail_slot,
         )
-        for sequence, span in zip(step.sequences, step.spans, strict=True)
-        if sequence.kind is Kind.PREFILL
+        for sequence, span in step
+        if sequence.is_job
     ]

@@ -26,7 +26,8 @@ class KVCache(Resource):
 
     `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
     `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
-    `tail_forward_end_ns` is a view of that word of every slot: uint64 `[num_tail_slots]`.
+    `tail_hidden` is a view of the hidden state of every slot, `[num_tail_slots, hidden_size]` in
+    `config.dtype`; `tail_forward_end_ns` of that word of every slot: uint64 `[num_tail_slots]`.
     """
 
     def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
@@ -56,13 +57,9 @@ class KVCache(Resource):
             config.num_tail_slots, -1
         )
         first = TailLayout.HEADER_BYTES // self.tail_layout.itemsize
-        self._tail_hidden = slots[:, first : first + model.hidden_size]
+        self.tail_hidden = slots[:, first : first + model.hidden_size]
         words = self.tail_memory.bytes.view(np.uint64).reshape(config.num_tail_slots, -1)
         self.tail_forward_end_ns = words[:, TailLayout.FORWARD_END_NS]
-
-    def tail_hidden(self, slot: int) -> Tensor:
-        """The hidden state in a tail slot: a view `[hidden_size]` in `config.dtype`."""
-        return self._tail_hidden[slot]
 
     def close(self) -> None:
         """Close both descriptors; views stay valid while they are held. May be called twice."""
@@ -70,17 +67,17 @@ class KVCache(Resource):
         self.tail_memory.close()
 
 
-class LayerCounter(Resource):
+class LayerCounter(SharedMemory):
     """Layers and step ends this node has ever finished: one 64-bit word that only grows.
 
-    One thread adds; anybody reads, also another process that maps `memory`. A reader that sees a
+    One thread adds; anybody reads, also another process that maps it. A reader that sees a
     value sees the KV bytes stored before it: both sides are plain aligned stores and loads, which
     x86 keeps in order.
     """
 
     def __init__(self) -> None:
-        self.memory = SharedMemory(8, name="disagg-counter")
-        self._word = self.memory.bytes.view(np.uint64)
+        super().__init__(8, name="disagg-counter")
+        self._word = self.bytes.view(np.uint64)
 
     def add(self) -> None:
         """Count one more layer, or the end of a step."""
@@ -89,7 +86,3 @@ class LayerCounter(Resource):
     def read(self) -> int:
         """The value now."""
         return int(self._word[0])
-
-    def close(self) -> None:
-        """Close the descriptor. May be called twice."""
-        self.memory.close()

@@ -29,10 +29,6 @@ class PageAllocator:
         """Indices that can be handed out now."""
         return len(self._free)
 
-    def can_ever_fit(self, count: int) -> bool:
-        """Whether `count` indices could be had from an empty pool; if not, waiting is pointless."""
-        return count <= self.capacity
-
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Hand out `count` indices; None means "not now": nothing was taken, ask again later."""
         if count > len(self._free):

@@ -12,39 +12,21 @@ in one without a tail: a step always adds `num_layers + 1`, which the messenger'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from disagg.config import ModelConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.sampling import Sampled, sample
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import pages_for
 from disagg.model.attention import PagedAttention
+from disagg.model.gqa import LlamaModel
 from disagg.trace import Trace
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    config: ModelConfig
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_pages: Sequence[Tensor],
-        attention: PagedAttention,
-        on_layer: Callable[[], None],
-    ) -> Tensor:
-        """Hidden states `[tokens, hidden_size]` after the final norm; one `on_layer` a layer."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[rows, hidden_size]` -> float32 `[rows, vocab_size]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +51,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: LlamaModel,
         attention: PagedAttention,
         kv_cache: KVCache,
         counter: LayerCounter,
@@ -95,16 +77,12 @@ class Runner:
             batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len
         )
         hidden = self.model.forward(
-            batch.token_ids,
-            batch.positions,
-            self.kv_cache.layers,
-            self.attention,
-            self._count,
+            batch.token_ids, batch.positions, self.kv_cache.layers, self.attention, self._count
         )  # [tokens, hidden_size]
         last_rows = (batch.qo_indptr[1:] - 1).tolist()
         for span, row in zip(spans, last_rows, strict=True):
             if span.tail_slot is not None:
-                self.kv_cache.tail_hidden(span.tail_slot).copy_(hidden[row])
+                self.kv_cache.tail_hidden[span.tail_slot].copy_(hidden[row])
                 self.kv_cache.tail_forward_end_ns[span.tail_slot] = time.monotonic_ns()
         self._count()
         sampled = self._sample(spans, hidden, last_rows)
@@ -123,41 +101,30 @@ class Runner:
         self, spans: Sequence[Span], hidden: Tensor, last_rows: list[int]
     ) -> list[list[Sampled]]:
         """Logits are computed for the rows that are sampled from, and for no others."""
-        sampled: list[list[Sampled]] = [[] for _ in spans]
         who = {i: span.sampling for i, span in enumerate(spans) if span.sampling is not None}
-        if who:
-            rows = hidden[[last_rows[i] for i in who]]  # [len(who), hidden_size]
-            indices = [spans[i].output_index for i in who]
-            found = sample(self.model.logits(rows), list(who.values()), indices)
-            for i, token in zip(who, found, strict=True):
-                sampled[i].append(token)
-        return sampled
+        if not who:
+            return [[] for _ in spans]
+        rows = hidden[[last_rows[i] for i in who]]  # [len(who), hidden_size]
+        indices = [spans[i].output_index for i in who]
+        found = iter(sample(self.model.logits(rows), list(who.values()), indices))
+        return [[next(found)] if i in who else [] for i in range(len(spans))]
 
 
 def build_batch(spans: Sequence[Span], page_size: int) -> Batch:
     """The tensors of a step. No span may be empty."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    qo_indptr, kv_indptr = [0], [0]
-    kv_indices: list[int] = []
-    kv_last_page_len: list[int] = []
-    for span in spans:
-        kv_len = span.first_token + len(span.token_ids)
+    kv_lens = [span.first_token + len(span.token_ids) for span in spans]
+    for span, kv_len in zip(spans, kv_lens, strict=True):
         assert span.token_ids, f"empty span at position {span.first_token}"
         assert len(span.page_indices) == pages_for(kv_len, page_size), (
             f"{kv_len} tokens in {len(span.page_indices)} pages of {page_size}"
         )
-        token_ids.extend(span.token_ids)
-        positions.extend(range(span.first_token, kv_len))
-        qo_indptr.append(len(token_ids))
-        kv_indices.extend(span.page_indices)
-        kv_indptr.append(len(kv_indices))
-        kv_last_page_len.append((kv_len - 1) % page_size + 1)
+    rows = [range(span.first_token, end) for span, end in zip(spans, kv_lens, strict=True)]
+    int32 = partial(torch.tensor, dtype=torch.int32)
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        qo_indptr=torch.tensor(qo_indptr, dtype=torch.int32),
-        kv_indptr=torch.tensor(kv_indptr, dtype=torch.int32),
-        kv_indices=torch.tensor(kv_indices, dtype=torch.int32),
-        kv_last_page_len=torch.tensor(kv_last_page_len, dtype=torch.int32),
+        token_ids=torch.tensor([token for span in spans for token in span.token_ids]),
+        positions=torch.tensor([position for span_rows in rows for position in span_rows]),
+        qo_indptr=int32([0, *accumulate(map(len, rows))]),
+        kv_indptr=int32([0, *accumulate(len(span.page_indices) for span in spans)]),
+        kv_indices=int32([page for span in spans for page in span.page_indices]),
+        kv_last_page_len=int32([(kv_len - 1) % page_size + 1 for kv_len in kv_lens]),
     )

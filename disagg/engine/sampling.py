@@ -14,19 +14,16 @@ where in order of size two weights that are almost equal could change places.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.request import SamplingParams, TokenLogprobs
-
-#: Weights that are sorted to find where `top_p` cuts, before all of them are: mostly enough.
-NUM_CANDIDATES = 1024
 
 DRAW_KEY = struct.Struct("<QQ")
 
@@ -88,9 +85,7 @@ def heat(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return ((exact - exact.amax(dim=-1, keepdim=True)) / temperatures).exp()
 
 
-def cut(
-    weights: Tensor, params: Sequence[SamplingParams], num_candidates: int = NUM_CANDIDATES
-) -> Tensor:
+def cut(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """`weights` `[rows, vocab_size]` with a 0 where `top_k` and `top_p` leave a token out.
 
     Of equal weights at the border, those of smaller token ids stay.
@@ -99,31 +94,18 @@ def cut(
     if not rows:
         return weights
     some = weights[rows]
-    counts, smallest = _border(some, [params[i] for i in rows], num_candidates)
+    # By numpy, which takes a tenth of torch's time for it on a CPU.
+    largest = torch.from_numpy(-np.sort(-some.numpy(force=True)))
+    vocab_size = some.shape[-1]
+    top_k = torch.tensor([[min(params[i].top_k or vocab_size, vocab_size)] for i in rows])
+    top_p = torch.tensor([[params[i].top_p] for i in rows], dtype=torch.float64)
+    sums = largest.where(torch.arange(vocab_size) < top_k, 0.0).cumsum(-1)
+    before = F.pad(sums[:, :-1], (1, 0))  # the sum of all that are larger
+    counts = ((before < top_p * sums[:, -1:]) | (top_p == 1)).sum(-1, keepdim=True).minimum(top_k)
+    smallest = largest.gather(-1, counts - 1)
     above, equal = some > smallest, some == smallest
     is_kept = above | (equal & (equal.cumsum(-1) <= counts - above.sum(-1, keepdim=True)))
     return weights.index_copy(0, torch.tensor(rows), some.where(is_kept, 0.0))
-
-
-def _border(
-    weights: Tensor, params: Sequence[SamplingParams], num_candidates: int
-) -> tuple[Tensor, Tensor]:
-    """How many weights of each row stay, and the smallest of those; both `[rows, 1]`."""
-    vocab_size = weights.shape[-1]
-    limits = [min(wish.top_k or vocab_size, vocab_size) for wish in params]
-    num_largest = min(vocab_size, max(num_candidates, *(k for k in limits if k < vocab_size), 1))
-    largest = weights.topk(num_largest).values
-    top_k = torch.tensor(limits)[:, None]
-    top_p = [[wish.top_p if wish.top_p < 1 else math.inf] for wish in params]
-    sums = largest.where(torch.arange(num_largest) < top_k, 0.0).cumsum(-1)
-    total = sums[:, -1:].where(top_k < vocab_size, weights.sum(-1, keepdim=True))
-    before = F.pad(sums[:, :-1], (1, 0))  # the sum of all that are larger
-    is_kept = before < torch.tensor(top_p, dtype=torch.float64) * total
-    counts = is_kept.sum(-1, keepdim=True).minimum(top_k)
-    is_found = (counts < num_largest) | (counts == top_k)
-    if num_largest < vocab_size and not bool(is_found.all()):
-        return _border(weights, params, vocab_size)
-    return counts, largest.gather(-1, counts - 1)
 
 
 def pick(weights: Tensor, draws: Sequence[float]) -> list[int]:

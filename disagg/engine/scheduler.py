@@ -23,10 +23,11 @@ import bisect
 import itertools
 import secrets
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
 from disagg.engine.page_allocator import PageAllocator
-from disagg.engine.sequence import Kind, Sequence, State
+from disagg.engine.sequence import Sequence, State
 from disagg.kv_layout import pages_for
 from disagg.request import Request, SamplingParams
 
@@ -48,18 +49,15 @@ class Span:
     output_index: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduledStep:
-    """What the next step computes: `spans[i]` belongs to `sequences[i]`, each sequence once."""
-
-    sequences: tuple[Sequence, ...]
-    spans: tuple[Span, ...]
+#: What the next step computes: each sequence at most once.
+Step = list[tuple[Sequence, Span]]
 
 
 class Scheduler:
     """Queues, pages and tail slots of one engine; used by the engine thread alone.
 
-    Only `new_request` and `new_job` may be called from any thread: they read what never changes.
+    Only `new_request` and `new_job` may be called from any thread: they look at what never
+    changes, and count.
     """
 
     def __init__(self, limits: SchedulerConfig, cache: CacheConfig, model: ModelConfig) -> None:
@@ -68,7 +66,7 @@ class Scheduler:
         self.model = model
         self.pages = PageAllocator(cache.num_pages)
         self.slots = PageAllocator(cache.num_tail_slots, kind="tail slot")
-        # Both in order of arrival.
+        # Both in order of `arrival`.
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._arrivals = itertools.count()
@@ -86,20 +84,19 @@ class Scheduler:
         if sampling.temperature > 0 and sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
         end_token_ids = () if sampling.ignore_eos else self.model.eos_token_ids
-        sequence = Sequence(
+        max_tokens = min(sampling.max_tokens, self.model.max_positions - len(prompt))
+        what = f"{len(prompt)} prompt tokens + max_tokens {max_tokens}"
+        self._check_fits(len(prompt) + max_tokens, what)
+        return Sequence(
             number=number,
-            kind=Kind.GENERATE,
+            arrival=next(self._arrivals),
             tokens=list(prompt),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
-            max_tokens=min(sampling.max_tokens, self.model.max_positions - len(prompt)),
+            max_tokens=max_tokens,
             stop_token_ids=frozenset((*end_token_ids, *sampling.stop_token_ids)),
             remote=remote,
         )
-        self._check_fits(
-            sequence, f"{len(prompt)} prompt tokens + max_tokens {sequence.max_tokens}"
-        )
-        return sequence
 
     def new_job(self, job: int, token_ids: tuple[int, ...]) -> Sequence:
         """A sequence that computes positions 0..N-2 of a prompt, not queued yet.
@@ -109,22 +106,14 @@ class Scheduler:
         self._check_prompt(token_ids)
         if len(token_ids) < 2:
             raise ValueError("a prompt of 1 token leaves nothing to prefill; decode it where it is")
-        sequence = Sequence(
-            number=job,
-            kind=Kind.PREFILL,
-            tokens=list(token_ids),
-            num_prompt_tokens=len(token_ids),
-            sampling=SamplingParams(),
-            max_tokens=0,
-        )
-        self._check_fits(sequence, f"{len(token_ids) - 1} tokens to prefill")
-        return sequence
+        tokens = list(token_ids[:-1])
+        self._check_fits(len(tokens), f"{len(tokens)} tokens to prefill")
+        place, count = next(self._arrivals), len(tokens)
+        return Sequence(number=job, arrival=place, tokens=tokens, num_prompt_tokens=count)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a WAITING sequence; one that was queued before gets its old place back."""
-        if sequence.arrival is None:
-            sequence.arrival = next(self._arrivals)
-        bisect.insort(self.waiting, sequence, key=_arrival)
+        bisect.insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def admit(self) -> list[Sequence]:
         """Give pages to the head of the queue while it fits; return those that now are FETCHING."""
@@ -134,8 +123,8 @@ class Scheduler:
             if sequence.fetches and self.slots.num_free == 0:
                 break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
-            count = pages_for(sequence.num_tokens_to_reserve, self.cache.page_size)
-            pages = self.pages.allocate(count)
+            num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
+            pages = self.pages.allocate(pages_for(num_tokens, self.cache.page_size))
             if pages is None:
                 break
             sequence.page_indices = pages
@@ -160,21 +149,19 @@ class Scheduler:
         sequence.attempt = None
         self._run(sequence)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self) -> Step:
         """Pick the next step's tokens: decodes, then chunks, at most one span of a sequence."""
         budget = self.limits.max_batch_tokens
-        sequences: list[Sequence] = []
-        spans: list[Span] = []
+        step: Step = []
         # Sorting keeps the order of arrival among the decodes and among the rest.
         for sequence in sorted(self.running, key=lambda sequence: not sequence.is_decoding):
-            if budget == 0 or len(spans) == self.limits.max_batch_size:
+            if budget == 0 or len(step) == self.limits.max_batch_size:
                 break
             span = self._cut_span(sequence, budget)
             if span is not None:
-                sequences.append(sequence)
-                spans.append(span)
+                step.append((sequence, span))
                 budget -= len(span.token_ids)
-        return ScheduledStep(sequences=tuple(sequences), spans=tuple(spans))
+        return step
 
     def hold(self, sequence: Sequence) -> None:
         """Schedule a job no more, but keep what it owns: somebody may still read it."""
@@ -200,16 +187,15 @@ class Scheduler:
         assert sequence.num_pending > 0, f"sequence {sequence.number} runs without work"
         count = min(sequence.num_pending, budget)
         is_last = count == sequence.num_pending
-        is_job = sequence.kind is Kind.PREFILL
-        if is_job and is_last and not self._take_slot(sequence):
+        if sequence.is_job and is_last and not self._take_slot(sequence):
             return None
         end = sequence.num_computed + count
         return Span(
             first_token=sequence.num_computed,
             token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
             page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],
-            sampling=sequence.sampling if is_last and not is_job else None,
-            tail_slot=sequence.tail_slot if is_last and is_job else None,
+            sampling=sequence.sampling if is_last else None,
+            tail_slot=sequence.tail_slot if is_last and sequence.is_job else None,
             output_index=sequence.num_output_tokens,
         )
 
@@ -224,7 +210,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.move_to(State.RUNNING)
-        bisect.insort(self.running, sequence, key=_arrival)
+        bisect.insort(self.running, sequence, key=attrgetter("arrival"))
 
     def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of the list that its state says it is in, if any."""
@@ -237,9 +223,8 @@ class Scheduler:
         """ValueError unless the model can take this prompt and at least one token after it."""
         if not token_ids:
             raise ValueError("the prompt is empty; expected at least 1 token")
-        if not all(type(token) is int for token in token_ids):
-            wrong_type = next(type(t).__name__ for t in token_ids if type(t) is not int)
-            raise ValueError(f"token ids must be int, got {wrong_type}; convert them with int()")
+        for kind in {*map(type, token_ids)} - {int}:
+            raise ValueError(f"token ids must be int, got {kind.__name__}; convert them with int()")
         self._check_vocabulary("prompt", token_ids)
         if len(token_ids) >= self.model.max_positions:
             raise ValueError(
@@ -256,16 +241,11 @@ class Scheduler:
                 " tokenizer?"
             )
 
-    def _check_fits(self, sequence: Sequence, what: str) -> None:
+    def _check_fits(self, num_tokens: int, what: str) -> None:
         """ValueError if not even the empty pool has the pages: waiting would never end."""
         page_size, num_pages = self.cache.page_size, self.cache.num_pages
-        if not self.pages.can_ever_fit(pages_for(sequence.num_tokens_to_reserve, page_size)):
+        if pages_for(num_tokens, page_size) > num_pages:
             raise ValueError(
                 f"too large for the KV cache; expected at most {num_pages * page_size} tokens"
                 f" ({num_pages} pages of {page_size}), got {what}; ask for less or add pages"
             )
-
-
-def _arrival(sequence: Sequence) -> int:
-    assert sequence.arrival is not None, f"sequence {sequence.number} was never queued"
-    return sequence.arrival

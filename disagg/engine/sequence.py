@@ -12,19 +12,16 @@ A sequence is either a request that generates tokens or a prefill job that compu
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from disagg.engine.stopwatch import Stopwatch
 from disagg.hooks import TransferStats
-from disagg.request import FinishReason, SamplingParams
+from disagg.request import FinishReason, Output, SamplingParams
 
-
-class Kind(enum.Enum):
-    """What a sequence is for."""
-
-    GENERATE = enum.auto()
-    PREFILL = enum.auto()
+#: Gets a request's output as it comes, `finish_reason` in the last. Called by the engine thread;
+#: must return at once and not raise.
+OnOutput = Callable[[Output], None]
 
 
 class State(enum.Enum):
@@ -49,24 +46,25 @@ TRANSITIONS = {
 
 @dataclass(kw_only=True, eq=False)
 class Sequence:
-    """`number` is the request's or the job's. `tokens` is the prompt, then the output.
+    """`number` is the request's or the job's, `arrival` its place among all that came.
 
-    `num_computed` tokens have their KV in `page_indices`. `max_tokens` bounds the output.
-    `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way, and
-    `transfer` says what one that is over has moved.
+    `tokens` is the prompt, then the output; of a job, which has no `sampling`, only those that it
+    computes. `num_computed` of them have their KV in `page_indices`. `max_tokens` bounds the
+    output. `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way,
+    and `transfer` says what one that is over has moved.
     """
 
     number: int
-    kind: Kind
+    arrival: int
     tokens: list[int]
     num_prompt_tokens: int
-    sampling: SamplingParams
-    max_tokens: int
+    sampling: SamplingParams | None = None
+    max_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     remote: bool = False
+    on_output: OnOutput = lambda output: None
 
     state: State = State.WAITING
-    arrival: int | None = None
     num_computed: int = 0
     page_indices: tuple[int, ...] = ()
     tail_slot: int | None = None
@@ -77,22 +75,19 @@ class Sequence:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @property
+    def is_job(self) -> bool:
+        """Whether it is computed for somebody else."""
+        return self.sampling is None
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens of the output so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def num_tokens_to_reserve(self) -> int:
-        """Tokens that pages are reserved for at admission: all it can ever need."""
-        if self.kind is Kind.PREFILL:
-            return self.num_prompt_tokens - 1
-        return self.num_prompt_tokens + self.max_tokens
-
-    @property
     def num_pending(self) -> int:
         """Tokens that are known and wait to be computed."""
-        end = self.num_prompt_tokens - 1 if self.kind is Kind.PREFILL else len(self.tokens)
-        return end - self.num_computed
+        return len(self.tokens) - self.num_computed
 
     @property
     def fetches(self) -> bool:
@@ -102,12 +97,12 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether its next token is an ordinary decode token; the last prompt token is one, too."""
-        return self.kind is Kind.GENERATE and self.num_computed >= self.num_prompt_tokens - 1
+        return not self.is_job and self.num_computed >= self.num_prompt_tokens - 1
 
     def move_to(self, state: State) -> None:
         """Change the state. AssertionError for a change that the table does not have."""
         assert state in TRANSITIONS[self.state], (
-            f"sequence {self.number} ({self.kind.name}) cannot go from {self.state} to {state}"
+            f"sequence {self.number} cannot go from {self.state} to {state}"
         )
         self.state = state
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -104,40 +105,33 @@ def fingerprint(folder: Path) -> str:
     # These two say when to stop, not what to compute.
     del config["eos_token_ids"], config["max_positions"]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    checkpoint = Checkpoint(folder, torch.float32)
-    for name in sorted(checkpoint.names):
-        tensor = checkpoint.stored(name)
+    for name, tensor in sorted(Checkpoint(folder, torch.float32).stored.items()):
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(_sample(tensor))
     return digest.hexdigest()[:32]
 
 
 class Checkpoint:
-    """The tensors of a folder, by name, read in one dtype."""
+    """The tensors of a folder, by name: `stored` as they lie in the mapped files, `read` in one
+    dtype."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         """Map the files; ValueError if one is missing or damaged."""
         self._folder = folder
         self._dtype = dtype
-        files: list[Any] = [_open(path) for path in _weight_files(folder)]  # safe_open is untyped
-        self._file_of: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        self._unread = set(self._file_of)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
-    def stored(self, name: str) -> Tensor:
-        """A tensor as it is stored, in the mapped file."""
-        if name not in self._file_of:
-            raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+        self.stored: dict[str, Tensor] = {}
+        for path in _weight_files(folder):
+            try:
+                self.stored |= load_file(path)
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or half copied: {error}") from error
+        self._unread = set(self.stored)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor in the checkpoint's dtype (see `layers.ReadTensor`)."""
-        tensor = self.stored(name)
+        if name not in self.stored:
+            raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
+        tensor = self.stored[name]
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name} in {self._folder} has the wrong shape; expected {list(shape)}, got"
@@ -166,17 +160,13 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig, architecture: st
     """ValueError if the config asks for something that would silently be left out."""
     model_type, _ = ARCHITECTURES[architecture]
     required: dict[str, Any] = {"model_type": model_type, "hidden_act": "silu"}
+    required |= {"quantization_config": None, "sliding_window": None}
     for name, wanted in required.items():
-        if getattr(config, name) != wanted:
+        found = getattr(config, name, None)
+        if found != wanted:
             raise ValueError(
-                f"{folder}: {name} {getattr(config, name)!r} is not supported by {architecture};"
+                f"{folder}: {name} {found!r} is not supported by {architecture};"
                 f" expected {wanted!r}"
-            )
-    for name in ("quantization_config", "sliding_window"):
-        if getattr(config, name, None) is not None:
-            raise ValueError(
-                f"{folder}: config.json sets {name}, which is not supported; use a checkpoint"
-                " without it"
             )
     if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
         raise ValueError(
@@ -225,13 +215,6 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / shard).exists():
             raise ValueError(f"model folder {folder} lacks {shard}, which its index names")
     return [folder / shard for shard in shards]
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or half copied: {error}") from error
 
 
 def _sample(tensor: Tensor) -> bytes:

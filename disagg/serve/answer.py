@@ -1,44 +1,84 @@
-"""One answer as text: a request's tokens decoded as they come, up to the first stop string.
+"""The answer to one request as its client holds it: tokens and text as they come, and the end.
 
-    engine --tokens--> RequestHandle --read()--> TextStream --> StopStrings --> text to show
-      ^---- cancel ---------- stop(n) <------------------------ found after n tokens
+    engine --put--> news --wait, result, iteration--> tokens --TextStream--> StopStrings --> text
+      ^------------------------ cancel ------------------------ found ---------'
 
-Neither the engine nor its thread knows of text. Whoever waits for answers reads each of them when
-it has news, also one that is shown later, so that a stop string soon gives the pages back.
+Neither the engine nor its thread knows of text. Answers that share their news are all read by
+whoever waits for one of them, also those that are shown later, so that a stop string soon gives the
+pages back.
 """
 
 from __future__ import annotations
 
-from disagg.request import SamplingParams
-from disagg.serve.handle import Completion, RequestHandle
+import itertools
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from disagg.request import FinishReason, Output, Request, TokenLogprobs
 from disagg.serve.stop_strings import StopStrings
 from disagg.serve.tokenizer import TextStream
 
+#: Outputs that were delivered and not yet taken in, of one answer or of several.
+News = queue.SimpleQueue[tuple["Answer", Output]]
+
 
 class Answer:
-    """See the module. `text` is all that is certain so far; it never gets shorter."""
+    """Made by `Node.submit`. One thread makes and reads it, and all that share its `news`; `cancel`
+    may be called from any: it stops the request's work on both nodes.
 
-    def __init__(self, handle: RequestHandle, stream: TextStream, sampling: SamplingParams) -> None:
-        self.sampling = sampling
-        self._handle = handle
-        self._stream = stream
-        self._stop_strings = StopStrings(sampling.stop)
-        self._num_tokens = 0
-        self._num_taken = 0
+    `text` is what is certain so far, if there is a `stream` to make it; it never gets shorter. A
+    stop string in it ends the answer as STOP with the token that completes it, however far the
+    engine had come. `completion` is the last output, with the tokens of all of them; its `timings`
+    are None if the request never came to the engine.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        stream: TextStream | None = None,
+        cancel: Callable[[], None] = lambda: None,
+        news: News | None = None,
+    ) -> None:
+        self.request = request
+        self.cancel = cancel
         self.text = ""
-        self.completion: Completion | None = None
+        self.completion: Output | None = None
+        self._stream = stream
+        self._stop_strings = StopStrings(request.sampling.stop)
+        self._news = queue.SimpleQueue() if news is None else news
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_taken = 0
 
-    def read(self) -> None:
-        """Take in what has come, without waiting; sets `completion` with the end."""
-        for token_id in self._handle.read():
-            if not self._stop_strings.stopped:
-                self._num_tokens += 1
-                self._show(self._stream.push(token_id))
-        if self.completion is None and self._handle.completion is not None:
-            if not self._stop_strings.stopped:
-                self._show(self._stream.finish())
-                self.text += self._stop_strings.finish()
-            self.completion = self._handle.completion
+    def put(self, output: Output) -> None:
+        """From the engine: more tokens, and the end with the last of them."""
+        self._news.put((self, output))
+
+    def __iter__(self) -> Iterator[int]:
+        """All token ids as they are sampled, until the request ends."""
+        for index in itertools.count():
+            while index == len(self._token_ids):
+                if self.completion is not None:
+                    return
+                self.wait()
+            yield self._token_ids[index]
+
+    def result(self, timeout: float | None = None) -> Output:
+        """Wait for the end. TimeoutError if it does not come within `timeout` seconds an output."""
+        while self.completion is None:
+            self.wait(timeout)
+        return self.completion
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Take in the next of its news, which may be another's. TimeoutError if there is none
+        within `timeout` seconds."""
+        try:
+            answer, output = self._news.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"no output within {timeout} s") from None
+        answer._take_in(output)
 
     def take(self) -> str:
         """The text that became certain since the last `take`."""
@@ -46,7 +86,22 @@ class Answer:
         self._num_taken = len(self.text)
         return taken
 
+    def _take_in(self, output: Output) -> None:
+        for index, token_id in enumerate(output.token_ids):
+            if not self._stop_strings.stopped:
+                self._token_ids.append(token_id)
+                self._logprobs += output.logprobs[index : index + 1]
+                self._show(self._stream.push(token_id) if self._stream else "")
+        if output.finish_reason is not None:
+            if not self._stop_strings.stopped:
+                self._show(self._stream.finish() if self._stream else "")
+                self.text += self._stop_strings.finish()
+            if self._stop_strings.stopped:
+                output = replace(output, finish_reason=FinishReason.STOP, error=None)
+            tokens, logprobs = tuple(self._token_ids), tuple(self._logprobs)
+            self.completion = replace(output, token_ids=tokens, logprobs=logprobs)
+
     def _show(self, text: str) -> None:
         self.text += self._stop_strings.push(text)
         if self._stop_strings.stopped:
-            self._handle.stop(self._num_tokens)
+            self.cancel()

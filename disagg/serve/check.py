@@ -47,8 +47,8 @@ def check(arguments: argparse.Namespace, *, patience: float = PATIENCE) -> int:
     """Check the path to the prefiller `arguments.check` and print what was found; the exit code."""
     if arguments.prompts or arguments.prompts_file:
         raise UsageError("--check answers nothing; leave out the prompts")
-    region_bytes = MOST_BYTES + GUARD_BYTES
-    with SharedMemory(region_bytes) as memory, make_engine(arguments.transport) as engine:
+    nbytes = MOST_BYTES + GUARD_BYTES
+    with SharedMemory(nbytes) as memory, make_engine(arguments.transport) as engine:
         try:
             for what, found in _rows(_Probe(engine, memory, arguments.check, patience)):
                 print(f"{what:<14}{found}", flush=True)

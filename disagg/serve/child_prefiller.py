@@ -60,11 +60,6 @@ class ChildPrefiller(Resource):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    @property
-    def pid(self) -> int:
-        """The child's process id."""
-        return self._process.pid
-
     def address(self) -> tuple[str, int]:
         """Where it listens. UsageError if it ended instead."""
         assert self._process.stdout is not None, "started with a pipe"
@@ -78,10 +73,8 @@ class ChildPrefiller(Resource):
 
     def close(self) -> None:
         """End it, stopped or not, and wait until it is gone. May be called twice."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._patience)
-        self._process.kill()
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        with self._process:  # which closes the pipe, too
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._patience)
+            self._process.kill()

@@ -9,20 +9,19 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from queue import SimpleQueue
 
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.kv_layout import PageOrder
 from disagg.messenger.prefillers import Address
 from disagg.request import FinishReason, Output, Request
-from disagg.serve.answer import Answer
+from disagg.serve.answer import Answer, News
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
-from disagg.serve.handle import Completion, RequestHandle
 from disagg.serve.node import Node, NodeConfig, NodeError
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
@@ -33,7 +32,8 @@ from disagg.transfer.interface import TransferError
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
-    arguments = _resolve(arguments)
+    with _usage_errors():
+        arguments.model = resolve_model(arguments.model)
     with _start(arguments) as node:
         assert node.address is not None, "a prefiller listens"
         host, port = node.address
@@ -48,7 +48,9 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
 
 def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
     """Answer every prompt, all at once; print the answers in order of input. The exit code."""
-    arguments = _resolve(arguments)
+    with _usage_errors():
+        arguments.model = resolve_model(arguments.model)
+        tokenizer = Tokenizer(arguments.model)
     with ExitStack() as stack:
         prefillers = arguments.prefill
         if not prefillers and not arguments.colocated:
@@ -56,30 +58,15 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
             patience = 10.0 if arguments.trace else 0.0
             child = ChildPrefiller(forwarded_flags(arguments), patience=patience)
             prefillers = (stack.enter_context(child).address(),)
-        with _usage_errors():
-            tokenizer = Tokenizer(arguments.model)
         node = stack.enter_context(_start(arguments, prefillers))
-        news: SimpleQueue[int] = SimpleQueue()
+        news: News = SimpleQueue()
         start = time.monotonic()
-        answers = [
-            _submit(node, tokenizer, prompt, raw=arguments.raw, on_news=partial(news.put, index))
-            for index, prompt in enumerate(prompts)
-        ]
-        ends = [
-            _print_answer(index, answer, lambda: answers[news.get()].read(), arguments)
-            for index, answer in enumerate(answers)
-        ]
+        answers = [_submit(node, tokenizer, prompt, arguments.raw, news) for prompt in prompts]
+        ends = [_print_answer(index, answer, arguments) for index, answer in enumerate(answers)]
         seconds = time.monotonic() - start
     if not arguments.json and sys.stderr.isatty():
         print(summary(ends, seconds), file=sys.stderr)
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
-
-
-def _resolve(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The flags with the model's folder."""
-    with _usage_errors():
-        folder = resolve_model(arguments.model)
-    return argparse.Namespace(**{**vars(arguments), "model": folder})
 
 
 def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
@@ -107,41 +94,28 @@ def _usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def _submit(
-    node: Node, tokenizer: Tokenizer, prompt: Prompt, *, raw: bool, on_news: Callable[[], None]
-) -> Answer:
+def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:
     """The answer to come; one that has ended already if the prompt is refused."""
-    token_ids: Sequence[int] = ()
+    request, content = Request(prompt_token_ids=(), sampling=prompt.sampling), prompt.content
     try:
-        if isinstance(prompt.content, str):
-            chat = not raw and bool(prompt.content)
-            token_ids = tokenizer.encode(prompt.content, chat=chat)
-        else:
-            token_ids = prompt.content
-        request = Request(prompt_token_ids=tuple(token_ids), sampling=prompt.sampling)
-        handle = node.submit(request, on_news=on_news)
+        if isinstance(content, str):
+            content = tuple(tokenizer.encode(content, chat=not raw and bool(content)))
+        request = replace(request, prompt_token_ids=content)
+        return node.submit(request, stream=tokenizer.stream(), news=news)
     except (ValueError, RuntimeError) as error:
-        handle = RequestHandle(len(token_ids), on_news=on_news)
-        handle.put(Output(finish_reason=FinishReason.ERROR, error=str(error)))
-    return Answer(handle, tokenizer.stream(), prompt.sampling)
+        answer = Answer(request, news=news)
+        answer.put(Output(finish_reason=FinishReason.ERROR, error=str(error)))
+        return answer
 
 
-def _print_answer(
-    index: int, answer: Answer, wait: Callable[[], None], arguments: argparse.Namespace
-) -> Completion:
-    """Print one answer, as it comes unless JSON is wanted; return how it ended.
-
-    `wait` returns when this or another answer has taken in something new: those that are printed
-    later are read meanwhile, since they may reach a stop string, too.
-    """
+def _print_answer(index: int, answer: Answer, arguments: argparse.Namespace) -> Output:
+    """Print one answer, as it comes unless JSON is wanted; return how it ended."""
     while (completion := answer.completion) is None:
-        wait()
+        answer.wait()
         if not arguments.json:
             print(answer.take(), end="", flush=True)
     if arguments.json:
-        logprobs = answer.sampling.logprobs is not None
-        found = as_json(index, answer.text, completion, logprobs=logprobs)
-        print(json.dumps(found), flush=True)
+        print(json.dumps(as_json(index, answer)), flush=True)
     else:
         print(answer.take(), flush=True)
     if completion.error is not None:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from gguf import GGUFReader, TokenType
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -53,10 +52,10 @@ def resolve_model(name: str | None, cache: Path | None = None) -> Path:
         raise ValueError(f"model folder {name} does not exist; give a folder or a hub owner/name")
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"no folder {name} here, and the hub model of that name cannot be fetched:"
-            f" {_first_line(error)}"
+            f"no folder {name} here, and the hub model of that name cannot be fetched: {reason}"
         ) from error
 
 
@@ -177,10 +176,6 @@ def _locked(path: Path) -> Iterator[None]:
             _say("another process is fetching the default model; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _say(text: str) -> None:

@@ -1,6 +1,6 @@
 """The one place where everything is wired: a node is an engine, a messenger and a transfer engine.
 
-    main thread       submit, cancel -> engine inbox        handle <- tokens
+    main thread       submit, cancel -> engine inbox        answer <- tokens
     engine thread     step: drain, schedule, forward        layer counter += 1
        | hooks                ^ EngineEvents
        v                      |
@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
 from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
-from disagg.engine.engine import Engine, EngineStats
+from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
 from disagg.engine.scheduler import Scheduler
@@ -39,10 +40,11 @@ from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import fingerprint, load_model, read_config
-from disagg.request import Output, Request
+from disagg.request import Request
 from disagg.resource import Resource
+from disagg.serve.answer import Answer, News
 from disagg.serve.exits import UsageError
-from disagg.serve.handle import RequestHandle, nothing
+from disagg.serve.tokenizer import TextStream
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
 from disagg.transfer.auto import make_engine
@@ -86,8 +88,6 @@ class Node(Resource):
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.model_config = read_config(config.model)
-        self._handles: dict[int, RequestHandle] = {}
-        self._handles_lock = threading.Lock()
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -126,35 +126,26 @@ class Node(Resource):
             self.address = self._transfer.listen(*config.listen)
             self._start_thread("messenger", self._run_messenger)
 
-    def submit(self, request: Request, *, on_news: Callable[[], None] = nothing) -> RequestHandle:
+    def submit(
+        self, request: Request, *, stream: TextStream | None = None, news: News | None = None
+    ) -> Answer:
         """Start a request; from any thread. ValueError if it can never be served here.
 
-        `on_news` is called in the engine's thread, whenever the handle has something to read; it
-        must return at once. RuntimeError if the node has ended or is a prefiller.
+        The answer has text if there is a `stream` to make it. RuntimeError if the node has ended or
+        is a prefiller.
         """
         if self._engine is None or self.config.listen is not None:
             raise RuntimeError("a prefiller takes requests from decoders only")
-        engine = self._engine
-        with self._handles_lock:  # its first output may come before the handle has its place
-            number = engine.submit(request)
-            handle = RequestHandle(
-                len(request.prompt_token_ids),
-                cancel=lambda: engine.cancel(number),
-                on_news=on_news,
-            )
-            self._handles[number] = handle
-        return handle
+        answer = Answer(request, stream=stream, news=news)
+        number = self._engine.submit(request, answer.put)
+        answer.cancel = partial(self._engine.cancel, number)
+        return answer
 
     def wait(self) -> None:
         """Block until `close()` is called or the node dies; NodeError if it died."""
         self._stopping.wait()
         if self._failure is not None:
             raise NodeError(self._failure)
-
-    def stats(self) -> EngineStats:
-        """What is free and what is open (of a node that started)."""
-        assert self._engine is not None, "stats of a node that did not start"
-        return self._engine.stats()
 
     def close(self) -> None:
         """Finish the step that runs, say goodbye, free everything. May be called twice.
@@ -192,7 +183,6 @@ class Node(Resource):
         return Engine(
             Runner(model, attention, self._kv_cache, self._counter, self._trace),
             Scheduler(config.scheduler, cache, self.model_config),
-            on_output=self._on_output,
             prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
             decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
             trace=self._trace,
@@ -266,12 +256,6 @@ class Node(Resource):
         assert self._engine is not None, f"{event} before there is an engine"
         self._engine.post(event)
 
-    def _on_output(self, number: int, output: Output) -> None:
-        with self._handles_lock:
-            ended = output.finish_reason is not None
-            handle = self._handles.pop(number) if ended else self._handles[number]
-        handle.put(output)
-
 
 class _Links:
     """What the messenger says of its links to prefillers, and waiting for all to come up."""
@@ -307,9 +291,8 @@ class _Links:
 
 
 def _register(transfer: TransferEngine, memory: SharedMemory) -> MemoryRegion:
-    return transfer.register(
-        Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd, fd_offset=0)
-    )
+    where = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd)
+    return transfer.register(where)
 
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:

@@ -17,6 +17,9 @@ from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import TransferError
 from disagg.transfer.sockets import open_listener
 
+#: Of a flag that is a time.
+SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
+
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
 
 
@@ -61,25 +64,16 @@ def writable(text: str) -> Path:
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that both nodes have; those in the first group must agree."""
     same = parser.add_argument_group("must be the same on both nodes")
-    same.add_argument(
-        "--model", help="local folder or hub name (default: SmolLM2-135M-Instruct, fetched once)"
-    )
-    same.add_argument(
-        "--dtype", choices=sorted(ITEMSIZE), default="bfloat16", help="of weights and KV"
-    )
+    same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
+    same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
     own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
+    own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
     own.add_argument(
-        "--peer-timeout", type=float, default=5.0, metavar="S", help="silence that means death"
-    )
-    own.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="how KV travels; auto: shm to a node of the same host and user, else tcp",
+        "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: shm, or else tcp"
     )
     own.add_argument("--trace", type=writable, metavar="FILE", help="write a timeline of the run")
     own.add_argument("--verbose", action="store_true", help="log what the node does")
@@ -87,9 +81,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
 
 def prefill_parser() -> argparse.ArgumentParser:
     """Flags of `run_prefill.py`."""
-    parser = OneLineParser(
-        prog="run_prefill.py", description="Compute prompts' KV caches for decoders."
-    )
+    parser = OneLineParser(prog="run_prefill.py", description="Compute prompts' KV for decoders.")
     add_node_flags(parser)
     parser.add_argument(
         "--listen",
@@ -103,14 +95,10 @@ def prefill_parser() -> argparse.ArgumentParser:
 
 def decode_parser() -> argparse.ArgumentParser:
     """Flags of `run_decode.py`."""
-    parser = OneLineParser(
-        prog="run_decode.py", description="Answer prompts whose KV a prefiller computes."
-    )
+    parser = OneLineParser(prog="run_decode.py", description="Answer prompts prefilled elsewhere.")
     add_node_flags(parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument(
-        "--prompts-file", type=Path, metavar="FILE", help="more prompts: JSON objects, one a line"
-    )
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="a JSON object a line")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--prefill",
@@ -119,21 +107,13 @@ def decode_parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT[,...]",
         help="prefillers to use (default: start one as a child process)",
     )
-    where.add_argument(
-        "--check", type=address, metavar="HOST:PORT", help="only try the path to a prefiller"
-    )
+    where.add_argument("--check", type=address, metavar="HOST:PORT", help="only try a prefiller")
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
     _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
     parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
-    parser.add_argument(
-        "--request-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="how long one prefill may take, queue included",
-    )
+    parser.add_argument("--request-timeout", default=120.0, help="for one prefill", **SECONDS)
     return parser
 
 
@@ -143,15 +123,11 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
     group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share P"
-    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of those a share P")
     group.add_argument("--seed", type=int, help="makes draws repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    group.add_argument(
-        "--logprobs", type=int, metavar="N", help="of chosen and N likeliest tokens, with --json"
-    )
+    group.add_argument("--logprobs", type=int, metavar="N", help="of N tokens, with --json")
 
 
 def check_port(host: str, port: int) -> None:

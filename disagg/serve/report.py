@@ -6,32 +6,31 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from disagg.request import Timings, TokenLogprobs
-from disagg.serve.handle import Completion
+from disagg.request import Output, Timings, TokenLogprobs
+from disagg.serve.answer import Answer
 
 
-def as_json(index: int, text: str, completion: Completion, *, logprobs: bool) -> dict[str, Any]:
-    """What `--json` prints of prompt number `index`. Times as in `request.Timings`, in ms.
-
-    `logprobs`: whether they were asked for.
-    """
+def as_json(index: int, answer: Answer) -> dict[str, Any]:
+    """What `--json` prints of prompt number `index`, which is answered. Times as in
+    `request.Timings`, in ms."""
+    completion = answer.result()
     found: dict[str, Any] = {
         "index": index,
         "token_ids": list(completion.token_ids),
-        "text": text,
+        "text": answer.text,
         "finish_reason": completion.finish_reason,
         "usage": {
-            "prompt_tokens": completion.num_prompt_tokens,
+            "prompt_tokens": len(answer.request.prompt_token_ids),
             "completion_tokens": len(completion.token_ids),
         },
         "timings_ms": None if completion.timings is None else _milliseconds(completion.timings),
         "transfer": None,
     }
     if completion.transfer is not None:
-        found["transfer"] = asdict(completion.transfer)
-        for time in ("exposed", "span"):  # the one is in timings_ms, the other explains it
-            del found["transfer"][time]
-    if logprobs:
+        # `exposed` is in timings_ms, `span` explains it.
+        moved = asdict(completion.transfer).items()
+        found["transfer"] = {name: x for name, x in moved if name not in ("exposed", "span")}
+    if answer.request.sampling.logprobs is not None:
         found["logprobs"] = [
             _logprobs(*pair) for pair in zip(completion.token_ids, completion.logprobs, strict=True)
         ]
@@ -40,7 +39,7 @@ def as_json(index: int, text: str, completion: Completion, *, logprobs: bool) ->
     return found
 
 
-def summary(completions: Sequence[Completion], seconds: float) -> str:
+def summary(completions: Sequence[Output], seconds: float) -> str:
     """Tokens a second, mean time to first token, and what was moved, of all prompts together.
 
     Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.

@@ -28,11 +28,10 @@ class StopStrings:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop]
-        found = [(end, start) for end, start in found if start >= 0]
-        if found:
+        starts = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        if starts:
             self.stopped = True
-            _, start = min(found)
+            _, start = min((start + len(stop), start) for start, stop in starts)
             return text[:start]
         num_shown = len(text) - self._num_to_hold(text)
         self._held = text[num_shown:]
@@ -45,8 +44,5 @@ class StopStrings:
 
     def _num_to_hold(self, text: str) -> int:
         """Length of the longest end of `text` that some stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
-        for count in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self._stop):
-                return count
-        return 0
+        starts = (stop[:count] for stop in self._stop for count in range(1, len(stop)))
+        return max((len(start) for start in starts if text.endswith(start)), default=0)

@@ -9,7 +9,6 @@ soon as it is certain, and a character whose bytes are spread over several token
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -32,12 +31,6 @@ class Tokenizer:
         self._folder = folder
         self._inner: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end token. Generation stops at those of `ModelConfig`."""
-        end = self._inner.eos_token_id
-        return () if end is None else (end,)
-
     def encode(self, prompt: str, *, chat: bool) -> list[int]:
         """Token ids of `prompt`: as it is, or as a user's message in the model's chat template."""
         if not chat:
@@ -57,12 +50,6 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """A fresh decoder for one answer."""
         return TextStream(self._inner)
-
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The whole text: exactly what a stream of these tokens would have returned."""
-        stream = self.stream()
-        pieces = [stream.push(token_id) for token_id in token_ids]
-        return "".join([*pieces, stream.finish()])
 
 
 class TextStream:

@@ -43,7 +43,6 @@ class Ours:
         self.engine = Engine(
             Runner(load_model(folder, dtype), attention, self.kv_cache, LayerCounter()),
             Scheduler(SchedulerConfig(max_batch_tokens=chunk), cache, config),
-            on_output=lambda number, output: self.times.append(time.perf_counter()),
         )
         self.times: list[float] = []
 
@@ -53,9 +52,12 @@ class Ours:
         start = time.perf_counter()
         for prompt in prompts:
             sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-            self.engine.submit(Request(prompt_token_ids=prompt, sampling=sampling))
-        while self.engine.stats().open_requests:
-            self.engine.step()
+            self.engine.submit(
+                Request(prompt_token_ids=prompt, sampling=sampling),
+                lambda output: self.times.append(time.perf_counter()),
+            )
+        while self.engine.step():
+            pass
         # The first step that samples may come before others': count from the last first token.
         first = sorted(self.times)[len(prompts) - 1]
         return first - start, self.times[-1] - first
