@@ -6,7 +6,8 @@
 Both sides' page order is random and new each time, as in a KV transfer. The clock runs from the
 first call with this order (so it includes what a library makes of the list of pages) until the
 last page is written: counted by its owner for disagg, reported as done to the writer for the
-others. Rounds of all alternate. NIXL uses UCX; `nixl tcp` is UCX with nothing but TCP.
+others. One library runs after the other: NIXL's threads never sleep, and would slow the rest. It
+uses UCX; `nixl tcp` is UCX with nothing but TCP.
 """
 
 import argparse
@@ -178,20 +179,19 @@ def main():
     names = ["disagg shm", "disagg tcp"]
     names += ["nixl", "nixl tcp"] if importlib.util.find_spec("nixl_cu12") else []
     names += ["mooncake"] if importlib.util.find_spec("mooncake") else []
-    pairs = [Pair(name, nbytes) for name in names]
     print(f"GB/s of {options.mib} MiB, random page order, median of {options.repeats}")
-    print(f"{'page':>8}", *(f"{name:>11}" for name in names))
-    imm = 0
-    for page_bytes in options.pages:
-        taken = {name: [] for name in names}
-        for _ in range(options.repeats + 1):  # the first is warm-up
-            imm += 1
-            for pair in pairs:
-                taken[pair.name].append(pair.run(page_bytes, imm))
-        rates = (nbytes / statistics.median(times[1:]) / 1e9 for times in taken.values())
-        print(f"{page_bytes:>8}", *(f"{rate:>11.2f}" for rate in rates), flush=True)
-    for process in (process for pair in pairs for process in pair.processes):
-        process.kill()  # some of these libraries do not end by themselves
+    print(f"{'':>12}", *(f"{page_bytes:>9}" for page_bytes in options.pages))
+    for name in names:
+        pair, imm, rates = Pair(name, nbytes), 0, []
+        for page_bytes in options.pages:
+            taken = []
+            for _ in range(options.repeats + 1):  # the first is warm-up
+                imm += 1
+                taken.append(pair.run(page_bytes, imm))
+            rates.append(nbytes / statistics.median(taken[1:]) / 1e9)
+        print(f"{name:>12}", *(f"{rate:>9.2f}" for rate in rates), flush=True)
+        for process in pair.processes:
+            process.kill()  # some of these libraries do not end by themselves
 
 
 if __name__ == "__main__":
