@@ -32,7 +32,7 @@ COLOURS = {
     "prefill": "moccasin",
     "decode": "lightsteelblue",
     "tail": "tab:red",
-    "norm, sampling": "grey",
+    "norm, tails": "grey",
 }
 
 
@@ -123,4 +123,4 @@ def _label(event: Event, colours: Mapping[str, object]) -> str:
     """What the legend calls a span."""
     if event.cat == "steps":
         return "steps" if event.args.get("largest") == 1 else "step with prefill"
-    return next((kind for kind in (event.name, event.cat) if kind in colours), "norm, sampling")
+    return next((kind for kind in (event.name, event.cat) if kind in colours), "norm, tails")

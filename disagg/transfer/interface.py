@@ -67,7 +67,8 @@ class TransferFailed:
     """Some write of the ticket failed, and none of it is outstanding any more.
 
     `posted` counts the writes of the ticket that were handed to the medium, each of which will be
-    counted by the peer; None if one of them failed or its fate is unknown.
+    counted by the peer; None if one of them failed or its fate is unknown. For hardware that fails
+    single writes (and `tests/adversarial.py`): the media here end the connection instead.
     """
 
     ticket: Ticket
@@ -122,16 +123,20 @@ class TransferEngine(Protocol):
         """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
 
     def connect(self, host: str, port: int) -> Peer:
-        """Start a connection and return at once; messages wait. It fails with a `PeerLost`."""
+        """Start a connection and return at once; messages wait. It fails with a `PeerLost`.
+
+        A host name is looked up first, which may take as long as the resolver does.
+        """
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
 
     def transport_to(self, peer: Peer) -> str:
-        """What writes to an open peer travel by, as `--transport` names it."""
+        """What writes to an open peer that has spoken travel by, as `--transport` names it."""
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Send a message. To a lost peer: dropped (its `PeerLost` says so)."""
+        """Send a message. To a lost peer: dropped (its `PeerLost` says so). ValueError if it is
+        empty or too long (16 MiB)."""
 
     def write_pages(
         self,

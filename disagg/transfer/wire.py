@@ -1,6 +1,6 @@
 """Frames over one TCP socket that never blocks: a u32 length (little endian) and that many bytes.
 
-    put(frame) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
+    framed(data) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
 
 The top bit of a length marks a note. What goes wrong is a `WireError` that names the other side.
 """
