@@ -540,6 +540,15 @@ def test_memory_beyond_its_file_and_late_memory_are_refused(world):
         node.engine.register(memory)
 
 
+def test_a_region_that_is_a_source_alone_is_not_mapped(world):
+    writer, owner = world.node(), world.node()
+    owner.register(writable=False)
+    owner.register()
+    there, _ = world.connect(writer, owner)
+    regions = writer.engine._peers[there].link.regions
+    assert [region.nbytes for region in regions] == [MIB, 0, MIB]
+
+
 def test_regions_inside_one_file(world):
     """An offset that no mapping could start at, and a second region behind the first."""
     writer, owner = world.node(), world.node()
