@@ -17,6 +17,7 @@ import pytest
 from disagg.messenger.messages import PROTOCOL_VERSION
 from disagg.transfer import shm
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
+from disagg.transfer.lease import HeldLease
 from disagg.transfer.waiter import READABLE
 from tests.engines import shm_engine, tcp_engine
 from tests.nodes import HeldNode, node_config, wait_until
@@ -88,6 +89,15 @@ def test_a_region_that_cannot_be_mapped_leaks_no_descriptor():
             shm._map_region("/proc/self/fd", shm.Extent(fd, 0, size))
     assert open_descriptors() == before
     os.close(fd)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/status", "/dev/null", "/nowhere"])
+def test_a_lease_that_cannot_be_read_leaks_no_descriptor(path):
+    before = open_descriptors()
+    for _ in range(10):
+        with pytest.raises((OSError, ValueError)):
+            HeldLease(path)
+    assert open_descriptors() == before
 
 
 class ResetOnLook:

@@ -61,9 +61,13 @@ class HeldLease(OpenFile):
 
     def __init__(self, path: str) -> None:
         super().__init__(path, os.O_RDONLY)
-        # Fails for all but memory: to read from other regular files (of procfs) may never return.
-        fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
-        self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
+        try:
+            # Fails for all but memory: reading other regular files (of procfs) may never return.
+            fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
+            self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""
