@@ -16,6 +16,7 @@ import pytest
 
 from disagg.messenger.messages import PROTOCOL_VERSION
 from disagg.transfer import shm
+from disagg.transfer.control import ACCEPT_PAUSE_SECONDS
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
 from disagg.transfer.lease import HeldLease
 from disagg.transfer.waiter import READABLE
@@ -68,6 +69,21 @@ def test_strangers_cannot_end_a_node_that_runs_out_of_descriptors(world, spare):
     other = world.node()
     other.engine.connect(*address)  # and it serves on
     wait_until(lambda: owner.poll(0.001) or other.poll(0.001) or owner.engine._peers, seconds=5)
+
+
+def test_a_caller_that_cannot_be_accepted_ends_no_wait(world):
+    """It waits for a descriptor as long as it takes, and is accepted then."""
+    owner = world.node()
+    control = owner.engine._control
+    with socket.create_connection(owner.engine.listen("127.0.0.1", 0)):
+        with descriptors_left(0):
+            owner.poll(5)  # ends early: somebody calls
+            for _ in range(3):
+                start = time.monotonic()
+                owner.poll(ACCEPT_PAUSE_SECONDS / 2)
+                owner.poll(ACCEPT_PAUSE_SECONDS / 2)
+                assert time.monotonic() - start > ACCEPT_PAUSE_SECONDS / 2 - 0.01
+        wait_until(lambda: owner.poll(0.001) or control._connections, seconds=5)
 
 
 def test_a_connection_without_a_socket_is_lost_at_once(world):
