@@ -163,6 +163,7 @@ class FakeTransfer(TransferEngine):
         self.counter = imm_counter()
         self.events: list[Event] = []
         self.regions: list[np.ndarray] = []
+        self.writable: list[bool] = []
         self.in_flight: list[Write] = []
         self.unposted: list[Write] = []
         self.tickets: dict[Ticket, OpenTicket] = {}
@@ -178,6 +179,7 @@ class FakeTransfer(TransferEngine):
     def register(self, memory: Memory) -> MemoryRegion:
         array_type = ctypes.c_uint8 * memory.nbytes
         self.regions.append(np.ctypeslib.as_array(array_type.from_address(memory.address)))
+        self.writable.append(memory.writable)
         return MemoryRegion(memory=memory, descriptor=bytes((len(self.regions) - 1,)))
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
@@ -228,6 +230,8 @@ class FakeTransfer(TransferEngine):
         region = dst[0]
         if region >= len(conn.ends[1 - end].regions):
             raise TransferError(f"{dst!r} is no descriptor of this peer")
+        if not conn.ends[1 - end].writable[region]:
+            raise TransferError("this region of the peer is a source alone")
         target = conn.ends[1 - end].regions[region]
         source = self.regions[src.descriptor[0]]
         for s, d in zip(src_offsets, dst_offsets, strict=True):

@@ -88,7 +88,9 @@ def hidden_bytes(tokens: tuple[int, ...]) -> np.ndarray:
 class Storage:
     """One node's memory and who owns its pages and slots (None: free)."""
 
-    def __init__(self, transfer: FakeTransfer, num_pages: int, num_slots: int) -> None:
+    def __init__(
+        self, transfer: FakeTransfer, *, num_pages: int, num_slots: int, awaits_writes: bool
+    ) -> None:
         self.layout = KVLayout(
             order=PageOrder.HND,
             num_layers=NUM_LAYERS,
@@ -103,8 +105,14 @@ class Storage:
         self.tails = np.full(self.tail.region_bytes, FREED, np.uint8)
         self.scratch = np.zeros(64, np.uint8)
         regions = [
-            transfer.register(Memory(address=array.ctypes.data, nbytes=array.nbytes))
-            for array in (self.kv, self.tails, self.scratch)
+            transfer.register(
+                Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=writable)
+            )
+            for array, writable in (
+                (self.kv, awaits_writes),
+                (self.tails, awaits_writes),
+                (self.scratch, False),
+            )
         ]
         self.memory = NodeMemory(
             layout=self.layout,
@@ -180,7 +188,9 @@ class PrefillNode:
         self.world, self.address, self.rng = world, address, world.rng
         name = f"prefiller {address} {epoch}"
         self.transfer = FakeTransfer(world.network, name, world.code.imm_counter)
-        self.storage = Storage(self.transfer, num_pages=world.prefill_pages, num_slots=2)
+        self.storage = Storage(
+            self.transfer, num_pages=world.prefill_pages, num_slots=2, awaits_writes=False
+        )
         self.inbox: list[EngineEvent] = []
         self.jobs: dict[int, Job] = {}
         self.counter = self.rng.randrange(50)
@@ -312,7 +322,9 @@ class DecodeNode:
     def __init__(self, world: World, epoch: int) -> None:
         self.world, self.rng = world, world.rng
         self.transfer = FakeTransfer(world.network, "decoder", world.code.imm_counter)
-        self.storage = Storage(self.transfer, num_pages=world.decode_pages, num_slots=3)
+        self.storage = Storage(
+            self.transfer, num_pages=world.decode_pages, num_slots=3, awaits_writes=True
+        )
         self.inbox: list[EngineEvent] = []
         self.waiting: list[Client] = []
         self.fetching: dict[int, tuple[Client, FetchKV]] = {}

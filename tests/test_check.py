@@ -301,7 +301,7 @@ def test_a_port_that_is_no_node(look, say, why):
         assert why in failure(look(where))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid", "a..b", "x" * 64])
 def test_nobody_there(look, host):
     with socket.socket() as unused:
         unused.bind(LISTEN)

@@ -163,6 +163,16 @@ def test_a_taken_port_is_named_with_the_way_out(ours, theirs):
         ours.listen(host, port)
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_what_can_be_no_host_name_is_told_as_such(ours, host):
+    peer = ours.connect(host, 1)
+    (lost,) = ours.poll(0)
+    assert (lost.peer, lost.announced) == (peer, True)
+    assert f"cannot connect to {host}:1: not a host name" in lost.why
+    with pytest.raises(TransferError, match=f"cannot listen on {host}:0: not a host name"):
+        ours.listen(host, 0)
+
+
 def test_a_refused_connection_names_the_address(ours):
     with socket.socket() as unused:  # bound, so that nobody else gets it, but not listening
         unused.bind(("127.0.0.1", 0))

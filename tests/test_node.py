@@ -67,6 +67,15 @@ def test_mixed_requests_at_once(model, oracle, budget):
         nodes.wait_for_balance()
 
 
+def test_peers_may_write_only_to_memory_that_waits_for_it(model):
+    """A decoder's KV and tails; its scratch, and all that a prefiller has, are sources alone."""
+    with pair(model) as nodes:
+        ends = (nodes.prefiller, nodes.decoder)
+        (of_decoder, of_prefiller) = (next(iter(e._transfer._peers.values())).link for e in ends)
+        assert [bool(nbytes) for nbytes in of_decoder.region_bytes] == [True, True, False]
+        assert of_prefiller.region_bytes == [0, 0, 0]
+
+
 @pytest.mark.parametrize("make_transfer", [tcp_engine, auto_engine])
 def test_other_transports(model, oracle, make_transfer):
     wanted = [(prompt_of(n, seed=3), MAX_TOKENS) for n in (1, 2, P + 1, 40, 60)]

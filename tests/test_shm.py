@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from disagg.transfer.interface import (
     TransferError,
     WritesDone,
 )
-from disagg.transfer.lease import HeldLease, Lease
+from disagg.transfer.lease import HeldLease, Lease, OpenFile
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import FENCE_INTERVAL_SECONDS
 from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, host_identity
@@ -267,6 +268,36 @@ def test_a_lease_that_is_no_file_is_refused():
         held_lease(reading)
     os.close(reading)
     os.close(writing)
+
+
+def test_a_pipe_that_takes_the_place_of_the_file_is_not_opened(monkeypatch):
+    """In the moment after it was looked at; the pipe has a writer, so that no open would block."""
+    fd = os.memfd_create("place")
+    ends = os.pipe()
+
+    def then_swap(look):
+        def swapped(path, *how, **more):
+            found = look(path, *how, **more)
+            os.dup2(ends[0], fd)
+            return found
+
+        return swapped
+
+    for look in ("open", "stat"):
+        monkeypatch.setattr(os, look, then_swap(getattr(os, look)))
+    with OpenFile(f"/proc/self/fd/{fd}", os.O_RDONLY) as file:
+        assert stat.S_ISREG(os.fstat(file.fd).st_mode)
+    for each in (fd, *ends):
+        os.close(each)
+
+
+def test_a_lease_that_is_no_memory_is_not_read(monkeypatch):
+    """Some regular files of procfs block whoever reads them."""
+    reads = []
+    monkeypatch.setattr(os, "pread", lambda *what: reads.append(what) or b"")
+    with pytest.raises(OSError, match="Invalid argument"):
+        HeldLease("/proc/self/status")
+    assert reads == []
 
 
 def test_a_writer_whose_lease_is_revoked_takes_the_peer_for_lost(world):
@@ -538,6 +569,15 @@ def test_memory_beyond_its_file_and_late_memory_are_refused(world):
     node.engine.listen("127.0.0.1", 0)
     with pytest.raises(TransferError, match="before listen and connect"):
         node.engine.register(memory)
+
+
+def test_a_region_that_is_a_source_alone_is_not_mapped(world):
+    writer, owner = world.node(), world.node()
+    owner.register(writable=False)
+    owner.register()
+    there, _ = world.connect(writer, owner)
+    regions = writer.engine._peers[there].link.regions
+    assert [region.nbytes for region in regions] == [MIB, 0, MIB]
 
 
 def test_regions_inside_one_file(world):

@@ -383,6 +383,16 @@ def test_a_frame_that_is_wrong_ends_the_connection_and_writes_nothing(world, imp
     assert not node.bytes.any()
 
 
+@pytest.mark.parametrize("write_bytes", [1, 8, 4096])
+def test_a_frame_for_a_region_that_is_a_source_alone_writes_nothing(world, impostor, write_bytes):
+    node = world.node(4096)
+    node.register(writable=False)
+    impostor.dial(node)
+    impostor.data.sendall(frame([0], b"y" * write_bytes, region=1, write_bytes=write_bytes))
+    assert "leave the region of 0 bytes" in fate(world, impostor, node)
+    assert not node.bytes.any()
+
+
 @pytest.mark.parametrize("cut", [0, 1, HEADER.size, HEADER.size + 8, HEADER.size + 16 + 5])
 def test_the_end_of_the_stream_inside_a_frame(world, impostor, cut):
     node = world.node(4096)

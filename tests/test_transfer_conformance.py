@@ -124,10 +124,15 @@ class Node:
         self.engine = engine
         self.memory = SharedMemory(nbytes)
         self.bytes = self.memory.bytes
-        self.region = engine.register(
-            Memory(address=self.memory.address, nbytes=nbytes, fd=self.memory.fd)
-        )
+        self.region = self.register()
         self.events = []
+
+    def register(self, *, writable=True):
+        """All of the memory, as one more region."""
+        memory, nbytes = self.memory, self.memory.nbytes
+        return self.engine.register(
+            Memory(address=memory.address, nbytes=nbytes, fd=memory.fd, writable=writable)
+        )
 
     def poll(self, timeout=0.0):
         new = self.engine.poll(timeout)
@@ -521,6 +526,24 @@ def test_a_refused_write_names_the_offset_and_the_limits(real_world):
     there, _ = real_world.connect(writer, owner)
     with pytest.raises(TransferError, match=r"destination offset 937: 64 bytes.*1000.*0 to 936"):
         write(writer.engine, there, writer.region, 0, owner.region.descriptor, 937, 64, 1)
+
+
+def test_a_region_that_is_a_source_alone_is_written_from_and_never_to(world):
+    """Its neighbours keep their numbers."""
+    writer, owner = world.node(), world.node()
+    source = owner.register(writable=False)
+    last = owner.register()
+    there, back = world.connect(writer, owner)
+    with pytest.raises(TransferError, match="source alone"):
+        write(writer.engine, there, writer.region, 0, source.descriptor, 0, 8, 1)
+    owner.bytes[:8] = 7
+    writer.engine.expect(there, 2, 1)
+    write(owner.engine, back, source, 0, writer.region.descriptor, 64, 8, 2)
+    world.run(lambda: writer.reached == [2])
+    owner.engine.expect(back, 3, 1)
+    write(writer.engine, there, writer.region, 64, last.descriptor, 128, 8, 3)
+    world.run(lambda: owner.reached == [3])
+    assert owner.bytes.sum() == 2 * 8 * 7
 
 
 # --- Messages and the end of a peer ---

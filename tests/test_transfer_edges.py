@@ -16,7 +16,9 @@ import pytest
 
 from disagg.messenger.messages import PROTOCOL_VERSION
 from disagg.transfer import shm
+from disagg.transfer.control import ACCEPT_PAUSE_SECONDS
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
+from disagg.transfer.lease import HeldLease
 from disagg.transfer.waiter import READABLE
 from tests.engines import shm_engine, tcp_engine
 from tests.nodes import HeldNode, node_config, wait_until
@@ -69,6 +71,21 @@ def test_strangers_cannot_end_a_node_that_runs_out_of_descriptors(world, spare):
     wait_until(lambda: owner.poll(0.001) or other.poll(0.001) or owner.engine._peers, seconds=5)
 
 
+def test_a_caller_that_cannot_be_accepted_ends_no_wait(world):
+    """It waits for a descriptor as long as it takes, and is accepted then."""
+    owner = world.node()
+    control = owner.engine._control
+    with socket.create_connection(owner.engine.listen("127.0.0.1", 0)):
+        with descriptors_left(0):
+            owner.poll(5)  # ends early: somebody calls
+            for _ in range(3):
+                start = time.monotonic()
+                owner.poll(ACCEPT_PAUSE_SECONDS / 2)
+                owner.poll(ACCEPT_PAUSE_SECONDS / 2)
+                assert time.monotonic() - start > ACCEPT_PAUSE_SECONDS / 2 - 0.01
+        wait_until(lambda: owner.poll(0.001) or control._connections, seconds=5)
+
+
 def test_a_connection_without_a_socket_is_lost_at_once(world):
     owner = world.node()
     with descriptors_left(0):
@@ -85,9 +102,18 @@ def test_a_region_that_cannot_be_mapped_leaks_no_descriptor():
     before = open_descriptors()
     for _ in range(10):
         with pytest.raises((OSError, ValueError)):
-            shm._map_region(f"/proc/self/fd/{fd}", shm.Extent(fd, 0, size))
+            shm._map_region("/proc/self/fd", shm.Extent(fd, 0, size))
     assert open_descriptors() == before
     os.close(fd)
+
+
+@pytest.mark.parametrize("path", ["/proc/self/status", "/dev/null", "/nowhere"])
+def test_a_lease_that_cannot_be_read_leaks_no_descriptor(path):
+    before = open_descriptors()
+    for _ in range(10):
+        with pytest.raises((OSError, ValueError)):
+            HeldLease(path)
+    assert open_descriptors() == before
 
 
 class ResetOnLook:

@@ -216,14 +216,14 @@ class Node(Resource):
         return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache = self._kv_cache
+        cache, awaits_writes = self._kv_cache, bool(self.config.prefillers)
         return NodeMemory(
             layout=cache.layout,
-            kv_region=_register(transfer, cache.memory),
+            kv_region=_register(transfer, cache.memory, awaits_writes),
             tail=cache.tail_layout,
-            tail_region=_register(transfer, cache.tail_memory),
+            tail_region=_register(transfer, cache.tail_memory, awaits_writes),
             tail_bytes=cache.tail_memory.bytes,
-            scratch_region=_register(transfer, self._scratch),
+            scratch_region=_register(transfer, self._scratch, False),
         )
 
     # --- Threads ---
@@ -290,8 +290,8 @@ class _Links:
             raise NodeError(problem)
 
 
-def _register(transfer: TransferEngine, memory: SharedMemory) -> MemoryRegion:
-    where = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd)
+def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) -> MemoryRegion:
+    where = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd, writable=writable)
     return transfer.register(where)
 
 

@@ -17,6 +17,7 @@ frame. Whatever else a link waits for, it watches on the same `waiter`.
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
 KEY_BYTES = 16
+#: Until the next look at who calls, after one could not be accepted.
+ACCEPT_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,7 @@ class Control:
         self._connections: dict[Peer, _Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
+        self._accept_at = math.inf  # when to watch the listener again, if it is not watched
         self._events: list[ControlEvent] = []
         #: A link watches its own descriptors here too.
         self.waiter = Waiter()
@@ -161,7 +165,7 @@ class Control:
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
         self._listener = listener = open_listener(host, port)
-        self.waiter.watch(listener.fileno(), READABLE, lambda _: self._accept(listener))
+        self._watch_listener(listener)
         bound = listener.getsockname()
         return str(bound[0]), int(bound[1])
 
@@ -208,10 +212,11 @@ class Control:
         self._end_late_openings()
         if self._events:
             timeout = 0.0
+        if self._listener is not None and self._clock() >= self._accept_at:
+            self._watch_listener(self._listener)
         deadlines = [c.deadline for c in self._connections.values() if not c.introduced]
-        if deadlines:
-            timeout = max(0.0, min(timeout, min(deadlines) - self._clock()))
-        self.waiter.wait(timeout)
+        left = min([self._accept_at, *deadlines]) - self._clock()
+        self.waiter.wait(max(0.0, min(timeout, left)))
         taken, self._events = self._events, []
         return taken
 
@@ -224,11 +229,19 @@ class Control:
 
     # Inside.
 
+    def _watch_listener(self, listener: socket.socket) -> None:
+        self._accept_at = math.inf
+        self.waiter.watch(listener.fileno(), READABLE, lambda _: self._accept(listener))
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             tcp, (host, port, *_) = listener.accept()
         except OSError:
-            return  # it left before we looked, or no descriptors are left: accept(2) says retry
+            # It left before we looked, or no descriptors are left: accept(2) says retry. Not at
+            # once: whoever still waits would end each `poll` until there are some.
+            self.waiter.unwatch(listener.fileno())
+            self._accept_at = self._clock() + ACCEPT_PAUSE_SECONDS
+            return
         if sum(not c.ready for c in self._connections.values()) >= MAX_OPENING_CONNECTIONS:
             tcp.close()
             return

@@ -38,13 +38,18 @@ class TransferError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if any."""
+    """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if any.
+
+    Not `writable`: a source for writes alone. Whoever connects may write to what is, from the
+    first moment on, so only memory that waits for writes should be.
+    """
 
     address: int
     nbytes: int
     fd: int | None = None
     fd_offset: int = 0
     device: str = "cpu"
+    writable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +122,8 @@ class TransferEngine(Protocol):
     """See the module's docstring. Offsets and sizes are bytes; an `imm` is a u32 in host order."""
 
     def register(self, memory: Memory) -> MemoryRegion:
-        """Make memory writable by peers and readable for writes. Before `listen` and `connect`."""
+        """Make memory a source for writes and, if `writable`, one that every peer may write to.
+        Before `listen` and `connect`."""
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
@@ -150,8 +156,9 @@ class TransferEngine(Protocol):
     ) -> Ticket:
         """One write of `page_bytes` with one immediate for EACH pair of offsets (at least one).
 
-        TransferError if a range lies outside its region or `dst` is no descriptor of the peer; then
-        none of the writes was posted. To a lost peer: dropped (its `PeerLost` ends the ticket).
+        TransferError if a range lies outside its region or `dst` is no descriptor of the peer, or
+        of memory that is not `writable`; then none of the writes was posted. To a lost peer:
+        dropped (its `PeerLost` ends the ticket).
         """
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:

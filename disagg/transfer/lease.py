@@ -17,7 +17,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-from pathlib import Path
 
 from disagg.resource import Descriptor
 
@@ -47,9 +46,14 @@ class OpenFile(Descriptor):
     """A regular file at a path. OSError; ValueError for something else, which is not opened."""
 
     def __init__(self, path: str, how: int) -> None:
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise ValueError(f"{path}: expected a regular file, got something else")
-        self.fd = os.open(path, how | os.O_CLOEXEC)
+        # The path may name something else at any time: what is looked at is what is opened.
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(found).st_mode):
+                raise ValueError(f"{path}: expected a regular file, got something else")
+            self.fd = os.open(f"/proc/self/fd/{found}", how | os.O_NONBLOCK | os.O_CLOEXEC)
+        finally:
+            os.close(found)
 
 
 class HeldLease(OpenFile):
@@ -57,7 +61,13 @@ class HeldLease(OpenFile):
 
     def __init__(self, path: str) -> None:
         super().__init__(path, os.O_RDONLY)
-        self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
+        try:
+            # Fails for all but memory: reading other regular files (of procfs) may never return.
+            fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
+            self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""

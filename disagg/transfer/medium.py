@@ -69,8 +69,8 @@ class Connection:
 class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
-    `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready.
-    `ended` waits for `take_ended`.
+    `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready; 0 for
+    one that it does not let us write to. `ended` waits for `take_ended`.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -128,6 +128,11 @@ class QueuedEngine(interface.TransferEngine, Resource):
         known = self._peers[peer]
         sizes = known.link.region_bytes
         region = _find("destination", dst, known.epoch, len(sizes))
+        if not sizes[region]:
+            raise TransferError(
+                "destination: expected writable memory, got a region that the peer registered as a"
+                " source alone. Nothing was written"
+            )
         interface.check_offsets("destination", dst_offsets, page_bytes, sizes[region])
         job = Job(
             ticket=self._last_ticket,

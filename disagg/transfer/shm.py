@@ -60,10 +60,13 @@ class ShmMedium(Medium):
 
     def __init__(self, copy: Copy = copy_pages) -> None:
         self.copy = copy
-        self.own: list[Extent] = []
+        self.own: list[Extent | None] = []
         self.host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
+        if not memory.writable:
+            self.own.append(None)
+            return
         if memory.fd is None:
             raise TransferError(
                 "shm needs memory with a file descriptor, got none; allocate it as SharedMemory"
@@ -97,10 +100,10 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """In the lease: the opening's token, and what may be written to."""
+    """In the lease: the opening's token, and what may be written to (None: a source alone)."""
 
     token: bytes
-    regions: list[Extent]
+    regions: list[Extent | None]
 
 
 class ShmLink(Link):
@@ -197,7 +200,7 @@ class ShmLink(Link):
         grant = decode(lease.grant, _Grant, "malformed grant in the peer's lease")
         if not secrets.compare_digest(grant.token, theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
-        self.regions = [_map_region(f"{files}/{extent.fd}", extent) for extent in grant.regions]
+        self.regions = [_map_region(files, extent) for extent in grant.regions]
         self.region_bytes = [region.nbytes for region in self.regions]
 
 
@@ -211,9 +214,12 @@ def host_identity() -> str:
     return "/".join(map(str, (boot, *spaces, os.getuid())))
 
 
-def _map_region(path: str, extent: Extent) -> Bytes:
-    """Map a peer's file after checking what was said of it: a short file is a SIGBUS."""
-    with OpenFile(path, os.O_RDWR) as file:
+def _map_region(files: str, extent: Extent | None) -> Bytes:
+    """Map a peer's file after checking what was said of it: a short file is a SIGBUS. What is not
+    granted has no bytes."""
+    if extent is None:
+        return np.empty(0, np.uint8)
+    with OpenFile(f"{files}/{extent.fd}", os.O_RDWR) as file:
         if not fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise TransferError(
                 "the peer granted memory that it could shrink; expected a sealed memfd"

@@ -45,7 +45,10 @@ def dial(family: int, address: tuple[str | int, ...]) -> socket.socket:
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty label, or one of more than 63 characters
+        raise OSError(errno.EINVAL, "not a host name") from error
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
     return family, address
 

@@ -37,7 +37,8 @@ Send = Callable[[socket.socket, list[memoryview]], int]
 
 
 class TcpMedium(Medium):
-    """The memory that peers may write to. `send` is there for tests that stop it half way."""
+    """The memory that peers may write to, nothing of a region that is a source alone. `send` is
+    there for tests that stop it half way."""
 
     name = "tcp"
 
@@ -46,7 +47,7 @@ class TcpMedium(Medium):
         self._regions: list[Bytes] = []
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        self._regions.append(view)
+        self._regions.append(view if memory.writable else view[:0])
 
     def link(self, connection: Connection) -> Link:
         return TcpLink(connection, self._regions, self._send)
