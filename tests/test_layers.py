@@ -93,7 +93,7 @@ def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -
     )
 
 
-@pytest.mark.parametrize(("num_tokens", "bias"), [(1, False), (16, True), (300, False)])
+@pytest.mark.parametrize(("num_tokens", "bias"), [(1, False), (16, True), (19, True), (300, False)])
 def test_one_layout_of_a_weight_serves_all_batch_sizes(num_tokens: int, bias: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     weight, offset = torch.randn(70, 33, generator=generator), torch.randn(70, generator=generator)
