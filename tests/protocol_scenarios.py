@@ -15,6 +15,7 @@ import numpy as np
 from disagg.messenger.messages import (
     Cancel,
     CancelAck,
+    Goodbye,
     Hello,
     Message,
     PrefillFailed,
@@ -543,7 +544,9 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
     world = connected(11, code)
     hello: Hello = world.decode_node.messenger._hello
     peer = world.decode_node.messenger._prefillers.ready()[0].peer
-    for data in (b"", b"\x02garbage", b"\x09", encode(hello), b"\x02\x81\xa4type\xa3foo"):
+    no_text = encode(Goodbye(why="??")).replace(b"??", b"\xff\xfe")
+    unknown = b"\x02\x81\xa4type\xa3foo"
+    for data in (b"", b"\x02garbage", b"\x09", encode(hello), unknown, no_text):
         world.decode_node.transfer.send(peer, data)
         world.run_fairly(1.0)
         after = world.submit(5)
