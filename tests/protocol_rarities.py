@@ -357,6 +357,23 @@ def deeply_nested_message_is_malformed(code: Code) -> None:
         assert after.ended == "ready"
 
 
+def beats_are_no_greeting(code: Code) -> None:
+    """Rule 5: who listens and never says Hello is given up, whether it is silent or beats."""
+    for beats in (False, True):
+        world = World(25, code=code)
+        node = world.prefill_nodes[0]
+        node.messenger._on_hello = lambda *_: None
+        until = world.now + CONFIG.peer_timeout + 1.0
+        while world.now < until and not world.links:
+            world.run_fairly(0.1, tick=0.1)
+            conn = world.network.connections[0]
+            beat = encode(Heartbeat(clock_ns=1))
+            if beats and not any(conn.lost):
+                node.transfer.send(conn.peers[conn.ends.index(node.transfer)], beat)
+        assert world.links, "waits for ever for a Hello"
+        assert ("before an accepted Hello" if beats else "silent for") in world.links[0][2]
+
+
 def a_second_name_is_not_a_second_prefiller(code: Code) -> None:
     """Rule 8: one prefiller under two addresses does not end its own connections for ever."""
     world = World(23, code=code, num_prefillers=2)
@@ -419,6 +436,7 @@ RARITIES: tuple[Scenario, ...] = (
     lost_peers_leave_nothing,
     requests_that_make_no_sense_are_rejected,
     deeply_nested_message_is_malformed,
+    beats_are_no_greeting,
     a_second_name_is_not_a_second_prefiller,
     refused_pairs_ask_less_and_less_often,
 )

@@ -375,6 +375,13 @@ VARIANTS = (
         "starved_is_not_silence",
     ),
     Variant(
+        "5: a Hello is due",
+        "decoder",
+        "case _ if peer not in self._greeted():",
+        "case _ if False:",
+        "beats_are_no_greeting",
+    ),
+    Variant(
         "5: an unanswered Cancel ends",
         "decoder",
         "elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):",
