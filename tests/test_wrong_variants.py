@@ -122,7 +122,7 @@ VARIANTS = (
     Variant(
         "3: an unknown fate is fenced",
         "decoder",
-        'self._transfer.close_peer(attempt.peer, "a posted write failed: its fate is unknown")',
+        'self._close_peer(attempt.peer, "a posted write failed: its fate is unknown")',
         "self._end(attempt)",
         "forged_messages_end_one_connection",
     ),
@@ -391,7 +391,7 @@ VARIANTS = (
     Variant(
         "3: an unanswered Cancel ends with a fence",
         "decoder",
-        'self._transfer.close_peer(attempt.peer, "no answer to a Cancel in time")',
+        'self._close_peer(attempt.peer, "no answer to a Cancel in time")',
         "self._end(attempt)",
         "unanswered_cancel_ends_with_a_fence",
     ),
@@ -401,6 +401,20 @@ VARIANTS = (
         "elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):",
         "elif attempt.state is AttemptState.CANCELLING:",
         "writes_that_never_arrive_end_with_a_fence",
+    ),
+    Variant(
+        "3: a rejection after posting frees nothing",
+        "decoder",
+        "case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:",
+        "case messages.PrefillRejected() if False:",
+        "rejected_after_posting_is_fenced",
+    ),
+    Variant(
+        "3: a peer that was given up says no more",
+        "messenger",
+        "case MessageReceived() if event.peer not in self._closed:",
+        "case MessageReceived():",
+        "rejected_after_posting_is_fenced",
     ),
     Variant(
         "5: a late Cancel has time",

@@ -188,7 +188,7 @@ class DecoderMessenger(Messenger):
             self._cancel(attempt)
         elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):
             # It beats, yet neither answers nor finishes: only a fence makes the pages safe.
-            self._transfer.close_peer(attempt.peer, "no answer to a Cancel in time")
+            self._close_peer(attempt.peer, "no answer to a Cancel in time")
 
     # --- What happened ---
 
@@ -209,9 +209,9 @@ class DecoderMessenger(Messenger):
                 refused = self._prefillers.greet(peer, message)
                 if refused is not None:
                     self._send(peer, refused)
-                    self._transfer.close_peer(peer, f"refused: {refused.text(received=False)}")
+                    self._close_peer(peer, f"refused: {refused.text(received=False)}")
             case messages.HelloRefused():
-                self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
+                self._close_peer(peer, f"refused: {message.text(received=True)}")
             case messages.Goodbye():
                 super()._on_message(peer, message)
             case _ if peer not in self._greeted():  # else its beats would put off its Hello for ever
@@ -231,6 +231,8 @@ class DecoderMessenger(Messenger):
         if attempt.state is AttemptState.FENCING:
             return
         match message:
+            case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:
+                raise ProtocolError(f"rejected after it was posted for: {message.why}")
             case messages.PrefillRejected():
                 self._fail(attempt, message.why, permanent=message.permanent)
                 self._end(attempt)
@@ -246,7 +248,7 @@ class DecoderMessenger(Messenger):
     def _drain(self, attempt: Attempt, posted: int | None) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
         if posted is None:
-            self._transfer.close_peer(attempt.peer, "a posted write failed: its fate is unknown")
+            self._close_peer(attempt.peer, "a posted write failed: its fate is unknown")
             return
         if posted > attempt.count:
             raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
