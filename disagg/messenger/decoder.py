@@ -214,7 +214,7 @@ class DecoderMessenger(Messenger):
                 self._close_peer(peer, f"refused: {message.text(received=True)}")
             case messages.Goodbye():
                 super()._on_message(peer, message)
-            case _ if peer not in self._greeted():  # else its beats would put off its Hello for ever
+            case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
                 raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
             case messages.PrefillRejected() | messages.PrefillFailed() | messages.CancelAck():
                 self._on_answer(peer, message)
