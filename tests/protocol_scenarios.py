@@ -379,6 +379,7 @@ def cancelled_while_stopped(code: Code) -> None:
             assert client.ended == "cancelled"
             world.run_fairly(CONFIG.request_timeout + 2 * CONFIG.peer_timeout)
             assert not world.decode_node.storage.balanced, "pages came back under a stopped copy"
+            assert world.stuck == [1], "others wait for its pages for ever"
             other = world.submit(4)
             ends(world, other, within=1.0)
             assert other.ended == "local"

@@ -375,6 +375,20 @@ VARIANTS = (
         "starved_is_not_silence",
     ),
     Variant(
+        "5: a fence that takes long is told",
+        "decoder",
+        "self._post(KVStuck(attempt=attempt.fetch.attempt))",
+        "pass",
+        "cancelled_while_stopped",
+    ),
+    Variant(
+        "5: a fence that takes long is told once",
+        "decoder",
+        "attempt.deadline = math.inf",
+        "pass",
+        "cancelled_while_stopped",
+    ),
+    Variant(
         "5: a Hello is due",
         "decoder",
         "case _ if peer not in self._greeted():",

@@ -15,7 +15,8 @@
     REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
 Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
-engine hears `KVFailed` at once, so that no client waits for a dead peer. One thread makes every
+engine hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence
+that takes long, so that no other waits for its pages. One thread makes every
 call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
 """
 
@@ -23,11 +24,20 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep, TransferStats
+from disagg.hooks import (
+    FetchKV,
+    KVFailed,
+    KVReady,
+    KVReleased,
+    KVStuck,
+    NextStep,
+    TransferStats,
+)
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
@@ -189,6 +199,9 @@ class DecoderMessenger(Messenger):
         elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):
             # It beats, yet neither answers nor finishes: only a fence makes the pages safe.
             self._close_peer(attempt.peer, "no answer to a Cancel in time")
+        elif attempt.state is AttemptState.FENCING:
+            attempt.deadline = math.inf  # said once
+            self._post(KVStuck(attempt=attempt.fetch.attempt))
 
     # --- What happened ---
 
@@ -301,6 +314,7 @@ class DecoderMessenger(Messenger):
             if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
                 self._fail(attempt, f"prefiller lost: {event.why}")
                 attempt.move(AttemptState.FENCING)
+                attempt.deadline = self._clock() + self._config.peer_timeout
         self._prefillers.lost(event.peer, event.why)
 
     # --- Ends ---
