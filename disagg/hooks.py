@@ -5,7 +5,7 @@ Neither imports the other. The engine calls `PrefillHooks` or `DecodeHooks`; the
 together.
 
     decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
-               engine <--KVReady | KVFailed, KVReleased-- messenger
+               engine <--KVReady | KVFailed, KVStuck, KVReleased-- messenger
     prefiller  engine <--StartPrefill, StopPrefill, ReleasePrefill-- messenger
                engine --on_step_scheduled(base, chunks)--> messenger
 
@@ -124,6 +124,14 @@ class KVFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVStuck:
+    """A lost prefiller hangs inside a copy into what this failed or cancelled attempt owns; nobody
+    knows how long. `KVReleased` still follows, if that process ever goes on or ends."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class KVReleased:
     """Nothing can land in the pages and the tail slot of a failed or cancelled attempt any more."""
 
@@ -152,4 +160,6 @@ class ReleasePrefill:
     job: int
 
 
-EngineEvent = KVReady | KVFailed | KVReleased | StartPrefill | StopPrefill | ReleasePrefill
+EngineEvent = (
+    KVReady | KVFailed | KVStuck | KVReleased | StartPrefill | StopPrefill | ReleasePrefill
+)

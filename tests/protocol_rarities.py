@@ -15,6 +15,7 @@ from disagg.messenger.messages import (
     Heartbeat,
     Message,
     PrefillFailed,
+    PrefillRejected,
     PrefillRequest,
     decode,
     encode,
@@ -50,13 +51,17 @@ def unanswered_cancel_ends_with_a_fence(code: Code) -> None:
     world.heal()
 
 
-def say(world: World, attempt: int, *, posted: int | None) -> None:
-    """A PrefillFailed for the decoder's attempt, forged in its prefiller's name."""
+def say(world: World, attempt: int, *, posted: int | None, rejects: bool = False) -> None:
+    """A PrefillFailed for the decoder's attempt, forged in its prefiller's name; with `rejects`
+    a PrefillRejected after it."""
     messenger = world.decode_node.messenger
     asked = messenger._attempts[attempt]
-    failed = PrefillFailed(attempt_id=messenger._attempt_id(asked), why="lie", posted=posted)
-    event = MessageReceived(peer=asked.peer, data=encode(failed))
-    world.decode_node.transfer.events.append(event)
+    number = messenger._attempt_id(asked)
+    lies: list[Message] = [PrefillFailed(attempt_id=number, why="lie", posted=posted)]
+    if rejects:
+        lies.append(PrefillRejected(attempt_id=number, permanent=False, why="lie"))
+    events = [MessageReceived(peer=asked.peer, data=encode(lie)) for lie in lies]
+    world.decode_node.transfer.events += events
 
 
 def writes_that_never_arrive_end_with_a_fence(code: Code) -> None:
@@ -83,6 +88,24 @@ def lies_about_posted_end_the_connection_alone(code: Code) -> None:
             say(world, 1, posted=posted)
         world.run_fairly(1.0)
         assert client.ended == "local"
+        world.heal()
+
+
+def rejected_after_posting_is_fenced(code: Code) -> None:
+    """Rule 3: "nothing was posted" is no answer of a peer that has told of writes."""
+    for seed in range(9):
+        world = connected(seed, code)
+        client = world.submit(12)
+        while not world.prefill_nodes[0].transfer.in_flight:
+            world.run(1, tick=0.0)
+        world.stop(0)
+        count = world.decode_node.messenger._attempts[1].count
+        say(world, 1, posted=(count, None, 2**32 - 1)[seed % 3], rejects=True)
+        world.run_fairly(1.0)
+        assert client.ended == "local"
+        assert not world.decode_node.storage.balanced, "freed while its writes are under way"
+        assert not world.links[-1][1], f"the liar keeps its connection: {world.links}"
+        world.wake(0)
         world.heal()
 
 
@@ -357,6 +380,23 @@ def deeply_nested_message_is_malformed(code: Code) -> None:
         assert after.ended == "ready"
 
 
+def beats_are_no_greeting(code: Code) -> None:
+    """Rule 5: who listens and never says Hello is given up, whether it is silent or beats."""
+    for beats in (False, True):
+        world = World(25, code=code)
+        node = world.prefill_nodes[0]
+        node.messenger._on_hello = lambda *_: None
+        until = world.now + CONFIG.peer_timeout + 1.0
+        while world.now < until and not world.links:
+            world.run_fairly(0.1, tick=0.1)
+            conn = world.network.connections[0]
+            beat = encode(Heartbeat(clock_ns=1))
+            if beats and not any(conn.lost):
+                node.transfer.send(conn.peers[conn.ends.index(node.transfer)], beat)
+        assert world.links, "waits for ever for a Hello"
+        assert ("before an accepted Hello" if beats else "silent for") in world.links[0][2]
+
+
 def a_second_name_is_not_a_second_prefiller(code: Code) -> None:
     """Rule 8: one prefiller under two addresses does not end its own connections for ever."""
     world = World(23, code=code, num_prefillers=2)
@@ -409,6 +449,7 @@ RARITIES: tuple[Scenario, ...] = (
     unanswered_cancel_ends_with_a_fence,
     writes_that_never_arrive_end_with_a_fence,
     lies_about_posted_end_the_connection_alone,
+    rejected_after_posting_is_fenced,
     a_cancel_near_the_deadline_has_time,
     finished_still_waits_for_the_count,
     posted_is_exact,
@@ -419,6 +460,7 @@ RARITIES: tuple[Scenario, ...] = (
     lost_peers_leave_nothing,
     requests_that_make_no_sense_are_rejected,
     deeply_nested_message_is_malformed,
+    beats_are_no_greeting,
     a_second_name_is_not_a_second_prefiller,
     refused_pairs_ask_less_and_less_often,
 )

@@ -15,6 +15,7 @@ import numpy as np
 from disagg.messenger.messages import (
     Cancel,
     CancelAck,
+    Goodbye,
     Hello,
     Message,
     PrefillFailed,
@@ -378,6 +379,7 @@ def cancelled_while_stopped(code: Code) -> None:
             assert client.ended == "cancelled"
             world.run_fairly(CONFIG.request_timeout + 2 * CONFIG.peer_timeout)
             assert not world.decode_node.storage.balanced, "pages came back under a stopped copy"
+            assert world.stuck == [1], "others wait for its pages for ever"
             other = world.submit(4)
             ends(world, other, within=1.0)
             assert other.ended == "local"
@@ -543,7 +545,9 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
     world = connected(11, code)
     hello: Hello = world.decode_node.messenger._hello
     peer = world.decode_node.messenger._prefillers.ready()[0].peer
-    for data in (b"", b"\x02garbage", b"\x09", encode(hello), b"\x02\x81\xa4type\xa3foo"):
+    no_text = encode(Goodbye(why="??")).replace(b"??", b"\xff\xfe")
+    unknown = b"\x02\x81\xa4type\xa3foo"
+    for data in (b"", b"\x02garbage", b"\x09", encode(hello), unknown, no_text):
         world.decode_node.transfer.send(peer, data)
         world.run_fairly(1.0)
         after = world.submit(5)

@@ -25,6 +25,7 @@ from disagg.hooks import (
     KVFailed,
     KVReady,
     KVReleased,
+    KVStuck,
     NextStep,
     PrefillChunk,
     ReleasePrefill,
@@ -425,6 +426,9 @@ class DecodeNode:
                     self.waiting.insert(0, client)
                 else:
                     client.ended = event.then.value
+            case KVStuck():
+                assert event.attempt in self.abandoned, f"{event} of an attempt not given up"
+                self.world.stuck.append(event.attempt)
             case KVReleased():
                 assert event.attempt not in self.fetching, f"{event} of an attempt not given up"
                 # Unknown: a failed attempt's cancel crossed its end and was answered once more.
@@ -500,6 +504,7 @@ class World:
         self.asked: dict[tuple[int, int], Asked] = {}  # (connection, imm)
         self.links: list[tuple[tuple[str, int], bool, str]] = []
         self.failures: list[str] = []
+        self.stuck: list[int] = []
         self.forward_ends: list[float] = []
         self.moved: list[tuple[TransferStats, float]] = []  # and when it was told
         self.clients: list[Client] = []

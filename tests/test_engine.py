@@ -23,6 +23,7 @@ from disagg.hooks import (
     KVFailed,
     KVReady,
     KVReleased,
+    KVStuck,
     NextStep,
     ReleasePrefill,
     StartPrefill,
@@ -535,6 +536,38 @@ def test_a_retry_that_does_not_fit_beside_the_old_pages_waits(then):
     messenger.decoder.engine.post(KVReleased(attempt=1))
     messenger.run()
     assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
+    messenger.check_balance()
+
+
+@pytest.mark.parametrize("then", [NextStep.LOCAL, NextStep.RETRY])
+@pytest.mark.parametrize("limit", [{"num_pages": 5}, {"slots": 1}])
+def test_what_does_not_fit_beside_stuck_pages_ends_and_the_rest_goes_on(then, limit):
+    messenger, number = lost_fetch(**limit)
+    messenger.lose = False
+    decoder = messenger.decoder
+    needs_slot = "slots" in limit
+    decoder.engine.post(KVFailed(attempt=1, why="gone", then=then))
+    small = decoder.submit(prompt_of(1 if needs_slot else 2), 2)
+    messenger.run()
+    hopeless = [] if needs_slot and then is NextStep.LOCAL else [number]
+    assert not set(decoder.ends) & set(hopeless), "not even waited"
+    decoder.engine.post(KVStuck(attempt=1))
+    messenger.run()
+    late = decoder.submit(prompt_of(9), 4)
+    messenger.run()
+    for ended in (*hopeless, late):
+        finish, why = decoder.ends[ended]
+        assert finish is FinishReason.ERROR and "a prefiller hangs" in why
+        assert f"4 of {decoder.scheduler.pages.capacity} pages and 1 of" in why
+    assert decoder.ends[small][0] is FinishReason.LENGTH, "others wait behind it"
+    messenger.scribble([1])
+    decoder.engine.post(KVReleased(attempt=1))
+    after = decoder.submit(prompt_of(9), 4)
+    messenger.run()
+    assert decoder.tokens[after] == fake_greedy(CONFIG, prompt_of(9), 4)
+    messenger.check_balance()
+    decoder.engine.post(KVStuck(attempt=1))
+    messenger.run()
     messenger.check_balance()
 
 

@@ -535,6 +535,20 @@ def test_interrupting_a_decoder_with_a_child_while_it_decodes(run, long_model):
     assert shared_memory() == before
 
 
+def test_a_reader_that_leaves_ends_a_decoder_and_its_child(run, long_model):
+    """As `| head -1` does."""
+    before = shared_memory()
+    flags = (*MODE, "--num-pages=16384", f"--model={long_model}", "--max-tokens=30000")
+    reader = ("bash", "-c", 'exec "$@" > >(head -c 9)', "bash")
+    decoder = run.start("run_decode.py", *flags, "t3 t4", within=reader)
+    child = child_of(decoder)
+    outcome = decoder.wait()
+    assert (outcome.code, outcome.stderr) == (141, "")
+    assert len(outcome.stdout) == 9
+    assert is_gone(child)
+    assert shared_memory() == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
 def test_interrupting_at_any_moment(run, long_model, seconds):

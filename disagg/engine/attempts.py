@@ -2,7 +2,8 @@
 
 A fetched page is the attempt's from `on_fetch` on. `KVReady` makes it the request's; otherwise it
 is free only at `KVReleased`, when nothing can land in it any more, however long that takes. A
-request that was cancelled or whose attempt failed leaves at once, without its pages.
+request that was cancelled or whose attempt failed leaves at once, without its pages. If that may be
+for ever (`KVStuck`), requests that do not fit beside them are not kept waiting.
 
                       .-- KVReady ----> gone: pages and slot are the request's
     start (on_fetch) -+-- KVFailed ---> the request leaves, pages stay -.
@@ -32,6 +33,8 @@ class Attempts:
         self._fetching: dict[int, Sequence] = {}
         #: Pages and tail slot of those that nobody waits for any more.
         self._parted: dict[int, tuple[tuple[int, ...], int]] = {}
+        #: Which of those may never be released.
+        self._stuck: set[int] = set()
         self._numbers = itertools.count(1)
 
     def start(self, sequence: Sequence) -> None:
@@ -79,11 +82,37 @@ class Attempts:
         hooks.on_cancel(attempt)
         self._part(attempt)
 
+    def on_stuck(self, attempt: int) -> None:
+        """Count on its pages and slot no more, until they are released all the same."""
+        if attempt in self._parted:
+            self._stuck.add(attempt)
+
+    def pop_hopeless(self) -> list[tuple[Sequence, str]]:
+        """End the queued requests that all but what is stuck could not hold; each with its why."""
+        if not self._stuck:
+            return []
+        pages, slots = self._scheduler.pages.capacity, self._scheduler.slots.capacity
+        num_stuck = sum(len(self._parted[attempt][0]) for attempt in self._stuck)
+        ended = []
+        for sequence in list(self._scheduler.waiting):
+            num_pages = self._scheduler.num_pages_of(sequence)
+            no_slot = sequence.fetches and len(self._stuck) == slots
+            if num_pages > pages - num_stuck or no_slot:
+                self._scheduler.release(sequence)
+                why = (
+                    f"a prefiller hangs that may still write into {num_stuck} of {pages} pages and"
+                    f" {len(self._stuck)} of {slots} tail slots; the rest cannot hold this request"
+                    f" of {num_pages} pages; let that process go on, or end it"
+                )
+                ended.append((sequence, why))
+        return ended
+
     def on_released(self, attempt: int) -> None:
         """Nothing can land any more: free what a failed or cancelled attempt still owns."""
         assert attempt not in self._fetching, f"attempt {attempt} is released, but still waited for"
         if attempt in self._parted:  # else they are the request's, or free already
             page_indices, tail_slot = self._parted.pop(attempt)
+            self._stuck.discard(attempt)
             self._scheduler.pages.free(page_indices)
             self._scheduler.slots.free((tail_slot,))
 

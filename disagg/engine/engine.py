@@ -148,6 +148,8 @@ class Engine:
                 ended = self._attempts.on_failed(event.attempt, event.then)
                 if ended is not None:
                     self._deliver(ended, [], FinishReason.ERROR, event.why)
+            case hooks.KVStuck():
+                self._attempts.on_stuck(event.attempt)
             case hooks.KVReleased():
                 self._attempts.on_released(event.attempt)
             case hooks.StopPrefill():
@@ -162,6 +164,8 @@ class Engine:
 
     def _run_step(self) -> bool:
         now = self._clock()
+        for hopeless, why in self._attempts.pop_hopeless():
+            self._deliver(hopeless, [], FinishReason.ERROR, why)
         for sequence in self._scheduler.admit():
             sequence.stopwatch.reach("started", now)
             self._attempts.start(sequence)

@@ -123,8 +123,7 @@ class Scheduler:
             if sequence.fetches and self.slots.num_free == 0:
                 break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
-            num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
-            pages = self.pages.allocate(pages_for(num_tokens, self.cache.page_size))
+            pages = self.pages.allocate(self.num_pages_of(sequence))
             if pages is None:
                 break
             sequence.page_indices = pages
@@ -136,6 +135,11 @@ class Scheduler:
             else:
                 self._run(sequence)
         return to_fetch
+
+    def num_pages_of(self, sequence: Sequence) -> int:
+        """All the pages that a sequence can ever need."""
+        num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
+        return pages_for(num_tokens, self.cache.page_size)
 
     def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
         """The pages of positions 0..N-2: one less than those of the prompt where N = k * P + 1."""

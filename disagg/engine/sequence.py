@@ -7,6 +7,9 @@ A sequence is either a request that generates tokens or a prefill job that compu
     WAITING -> FETCHING -> RUNNING ...        a request that has positions 0..N-2 computed elsewhere
         ^----------'                          (the attempt failed: again, or computed here)
     WAITING -> RUNNING -> HELD -> FINISHED    a job: HELD until nobody reads its pages any more
+        '------------------^                  (it was stopped before it ran)
+
+From each of them to FINISHED: cancelled, or failed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@
     REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
 Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
-engine hears `KVFailed` at once, so that no client waits for a dead peer. One thread makes every
+engine hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence
+that takes long, so that no other waits for its pages. One thread makes every
 call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
 """
 
@@ -23,11 +24,20 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, NextStep, TransferStats
+from disagg.hooks import (
+    FetchKV,
+    KVFailed,
+    KVReady,
+    KVReleased,
+    KVStuck,
+    NextStep,
+    TransferStats,
+)
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
@@ -188,7 +198,10 @@ class DecoderMessenger(Messenger):
             self._cancel(attempt)
         elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):
             # It beats, yet neither answers nor finishes: only a fence makes the pages safe.
-            self._transfer.close_peer(attempt.peer, "no answer to a Cancel in time")
+            self._close_peer(attempt.peer, "no answer to a Cancel in time")
+        elif attempt.state is AttemptState.FENCING:
+            attempt.deadline = math.inf  # said once
+            self._post(KVStuck(attempt=attempt.fetch.attempt))
 
     # --- What happened ---
 
@@ -209,9 +222,13 @@ class DecoderMessenger(Messenger):
                 refused = self._prefillers.greet(peer, message)
                 if refused is not None:
                     self._send(peer, refused)
-                    self._transfer.close_peer(peer, f"refused: {refused.text(received=False)}")
+                    self._close_peer(peer, f"refused: {refused.text(received=False)}")
             case messages.HelloRefused():
-                self._transfer.close_peer(peer, f"refused: {message.text(received=True)}")
+                self._close_peer(peer, f"refused: {message.text(received=True)}")
+            case messages.Goodbye():
+                super()._on_message(peer, message)
+            case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
+                raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
             case messages.PrefillRejected() | messages.PrefillFailed() | messages.CancelAck():
                 self._on_answer(peer, message)
             case messages.Heartbeat():
@@ -227,6 +244,8 @@ class DecoderMessenger(Messenger):
         if attempt.state is AttemptState.FENCING:
             return
         match message:
+            case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:
+                raise ProtocolError(f"rejected after it was posted for: {message.why}")
             case messages.PrefillRejected():
                 self._fail(attempt, message.why, permanent=message.permanent)
                 self._end(attempt)
@@ -242,7 +261,7 @@ class DecoderMessenger(Messenger):
     def _drain(self, attempt: Attempt, posted: int | None) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
         if posted is None:
-            self._transfer.close_peer(attempt.peer, "a posted write failed: its fate is unknown")
+            self._close_peer(attempt.peer, "a posted write failed: its fate is unknown")
             return
         if posted > attempt.count:
             raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
@@ -295,6 +314,7 @@ class DecoderMessenger(Messenger):
             if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
                 self._fail(attempt, f"prefiller lost: {event.why}")
                 attempt.move(AttemptState.FENCING)
+                attempt.deadline = self._clock() + self._config.peer_timeout
         self._prefillers.lost(event.peer, event.why)
 
     # --- Ends ---

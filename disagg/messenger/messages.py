@@ -194,7 +194,8 @@ def decode(data: bytes) -> Message:
         )
     try:
         return msgspec.msgpack.decode(data[1:], type=Message)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    # ValueError: some releases of msgspec let a str that is not UTF-8 through as it is.
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message of {len(data)} bytes: {error}") from error
 
 

@@ -48,6 +48,8 @@ class Messenger(ABC):
         self._trace = wiring.trace
         #: Seconds for which each peer has said nothing.
         self._silence: dict[Peer, float] = {}
+        #: Peers given up whose PeerLost is still to come.
+        self._closed: set[Peer] = set()
         self._next_beat = self._last_look = self._clock()
 
     def close(self, why: str) -> None:
@@ -65,6 +67,11 @@ class Messenger(ABC):
     def _beat(self, peer: Peer) -> None:
         self._send(peer, messages.Heartbeat(clock_ns=round(self._clock() * 1e9)))
 
+    def _close_peer(self, peer: Peer, why: str) -> None:
+        """Give a peer up: what it said after that and lies here already must change nothing."""
+        self._closed.add(peer)
+        self._transfer.close_peer(peer, why)
+
     def _watch_silence(self) -> None:
         """Give up who is silent, and be silent to nobody; after reading what arrived.
 
@@ -77,7 +84,7 @@ class Messenger(ABC):
         for peer in list(self._silence):
             self._silence[peer] += observed
             if self._silence[peer] >= self._config.peer_timeout:
-                self._transfer.close_peer(peer, f"silent for {self._config.peer_timeout} s")
+                self._close_peer(peer, f"silent for {self._config.peer_timeout} s")
         if now >= self._next_beat:
             self._next_beat = now + interval
             for peer in self._greeted():
@@ -85,7 +92,7 @@ class Messenger(ABC):
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case MessageReceived():
+            case MessageReceived() if event.peer not in self._closed:
                 try:
                     message = messages.decode(event.data)
                     self._silence[event.peer] = 0.0
@@ -93,16 +100,17 @@ class Messenger(ABC):
                 except ProtocolError as error:
                     if event.peer not in self._greeted():  # of another version: shows it ours
                         self._send(event.peer, messages.Goodbye(why=str(error)))
-                    self._transfer.close_peer(event.peer, str(error))
+                    self._close_peer(event.peer, str(error))
             case PeerLost():
                 self._silence.pop(event.peer, None)
+                self._closed.discard(event.peer)
                 self._on_peer_lost(event)
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         """What anybody may say; each half first looks for what only its peers say."""
         match message:
             case messages.Goodbye():
-                self._transfer.close_peer(peer, f"said goodbye: {message.why}")
+                self._close_peer(peer, f"said goodbye: {message.why}")
             case messages.Heartbeat():
                 pass
             case _:

@@ -102,7 +102,7 @@ class PrefillerMessenger(Messenger):
             return
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
-                self._transfer.close_peer(other, "the same process connected again")
+                self._close_peer(other, "the same process connected again")
         layout = replace(self._memory.layout, num_pages=hello.num_pages)
         slices = plan_slices([self._memory.layout], [layout])
         self._links[peer] = Link(peer=peer, hello=hello, layout=layout, slices=slices)

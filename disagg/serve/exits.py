@@ -6,11 +6,14 @@ Imports nothing large, so that a script is ready to be interrupted as soon as it
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
 
-EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED = 0, 1, 2, 130, 143
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+#: As a shell shows the end by SIGINT, SIGPIPE and SIGTERM.
+EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_TERMINATED = 130, 141, 143
 
 
 class UsageError(Exception):
@@ -18,7 +21,8 @@ class UsageError(Exception):
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Run a script's main and exit with its code; an interrupt at any moment leaves no traceback.
+    """Run a script's main and exit with its code; no traceback for an interrupt at any moment, nor
+    for an output that nobody reads to its end.
 
     Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
     imports of large libraries do not survive a KeyboardInterrupt in good order.
@@ -26,6 +30,7 @@ def run_script(main: Callable[[], int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         code = main()
+        sys.stdout.flush()
     except UsageError as error:
         if str(error):
             print(f"error: {error}", file=sys.stderr)
@@ -33,6 +38,9 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_UNREAD
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is closed; Python's own end has no handler
     sys.exit(code)
 
