@@ -44,12 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
     flags = parser.parse_args(arguments)
     try:
+        if flags.o is None and flags.picture is None:
+            raise ValueError("nothing to do; give -o or --picture")
         merged = merge([read(path) for path in flags.files])
         if flags.o is not None:
             flags.o.write_bytes(msgspec.json.encode(merged))
         if flags.picture is not None:
             draw(merged).savefig(flags.picture)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        parser.exit(2, f"error: {error.filename}: {error.strerror}\n")
+    except ValueError as error:
         parser.exit(2, f"error: {error}\n")
 
 

@@ -89,6 +89,7 @@ def test_every_field_can_be_set_in_a_line(read):
         ('{"prompt": 5}', r"at `\$.prompt`"),
         ('{"prompt_token_ids": []}', r"length >= 1 - at `\$.prompt_token_ids`"),
         ('{"prompt_token_ids": [1, "2"]}', r"at `\$.prompt_token_ids\[1\]`"),
+        ('{"prompt_token_ids": [-1]}', r">= 0 - at `\$.prompt_token_ids\[0\]`"),
         ('{"prompt": "x", "max_token": 5}', "unknown field `max_token`"),
         ('{"prompt": "x", "max_tokens": 0}', "max_tokens: expected .* at least 1, got 0"),
         ('{"prompt": "x", "max_tokens": "5"}', r"got `str` - at `\$.max_tokens`"),

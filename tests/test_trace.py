@@ -234,3 +234,14 @@ def test_a_disk_that_is_full_at_the_end_is_told(run, model):
     assert outcome.code == 2
     last = outcome.stderr.splitlines()[-1]
     assert last == "error: cannot write /dev/full: No space left on device"
+
+
+def test_nothing_to_do_and_nothing_to_read_are_one_line(tmp_path, capsys):
+    for arguments, said in (
+        (["a.json"], "nothing to do; give -o or --picture"),
+        ([str(tmp_path / "none.json"), "-o", "b.json"], "none.json: No such file or directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and line.startswith("error: ") and said in line

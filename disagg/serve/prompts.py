@@ -29,7 +29,9 @@ class Prompt:
 
 _FIELDS = {
     "prompt": Annotated[str, msgspec.Meta(min_length=1)],
-    "prompt_token_ids": Annotated[tuple[int, ...], msgspec.Meta(min_length=1)],
+    "prompt_token_ids": Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)
+    ],
     **get_type_hints(SamplingParams),
     "stop": str | tuple[str, ...],
 }
