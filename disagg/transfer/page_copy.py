@@ -16,7 +16,7 @@ from disagg.kv_layout import Offsets
 from disagg.transfer.medium import Bytes
 
 #: Pages below this are copied many in one numpy call, which costs a copy more; others one by one.
-SMALL_PAGE_BYTES = 8 << 10
+SMALL_PAGE_BYTES = 4 << 10
 #: Copied between two touches. A numpy call's temporary of this size stays in the cache.
 STEP_BYTES = 256 << 10
 

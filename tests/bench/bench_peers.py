@@ -5,9 +5,9 @@
 
 Both sides' page order is random and new each time, as in a KV transfer. The clock runs from the
 first call with this order (so it includes what a library makes of the list of pages) until the
-last page is written: counted by its owner for disagg, reported as done to the writer for the
-others. One library runs after the other: NIXL's threads never sleep, and would slow the rest. It
-uses UCX; `nixl tcp` is UCX with nothing but TCP.
+last page is written: counted by its owner for disagg, when NIXL's notification has reached the
+owner, reported as done to the writer by Mooncake. One library runs after the other: NIXL's threads
+never sleep, and would slow the rest. It uses UCX; `nixl tcp` is UCX with nothing but TCP.
 """
 
 import argparse
@@ -49,8 +49,11 @@ def owner_main(name, pipe, nbytes):
                 pipe.send(measure(engine, peer, memory, *order))
             return
         while pipe.recv():
-            pipe.send(bool(memory.bytes.all()))
+            while name.startswith("nixl") and not agent.get_new_notifs():
+                pass  # its writer is done earlier than its writes
+            end, right = time.monotonic(), bool(memory.bytes.all())
             memory.bytes[:] = 0
+            pipe.send((end, right))
 
 
 def writer_main(name, pipe, owner, nbytes):
@@ -67,9 +70,9 @@ def writer_main(name, pipe, owner, nbytes):
             page_bytes, _ = order
             pages = nbytes // page_bytes
             sources, destinations = (rng.permutation(pages) * page_bytes for _ in range(2))
-            start = time.perf_counter()
+            start = time.monotonic()
             write(sources + memory.address, destinations + address, page_bytes)
-            pipe.send(time.perf_counter() - start)
+            pipe.send((start, time.monotonic()))
 
 
 def run_disagg(name, address, memory, rng):
@@ -162,11 +165,15 @@ class Pair:
             self.to_owner.send(order)
             return self.to_owner.recv()
         self.to_writer.send(order)
-        seconds = self.to_writer.recv()
-        self.to_owner.send(True)
-        if not self.to_owner.recv():
+        if self.name.startswith("nixl"):
+            self.to_owner.send(True)
+        start, done = self.to_writer.recv()
+        if self.name == "mooncake":
+            self.to_owner.send(True)
+        landed, right = self.to_owner.recv()
+        if not right:
             raise SystemExit(f"{self.name}: bytes are missing although all were written")
-        return seconds
+        return (landed if self.name.startswith("nixl") else done) - start
 
 
 def main():
