@@ -58,11 +58,11 @@ def count_only(pipe, num_tokens, address):
         with make_engine("shm") as transfer:
             memory = NodeMemory(
                 layout=cache.layout,
-                kv_region=_register(transfer, cache.memory),
+                kv_region=_register(transfer, cache.memory, True),
                 tail=cache.tail_layout,
-                tail_region=_register(transfer, cache.tail_memory),
+                tail_region=_register(transfer, cache.tail_memory, True),
                 tail_bytes=cache.tail_memory.bytes,
-                scratch_region=_register(transfer, scratch),
+                scratch_region=_register(transfer, scratch, False),
             )
             hello = memory.hello(
                 epoch=1,
