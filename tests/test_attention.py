@@ -120,7 +120,7 @@ def step(attention: TorchPagedAttention, batch: list[Sequence], pages: Tensor) -
     new_k = torch.cat([s.k[s.num_cached :] for s in batch])
     new_v = torch.cat([s.v[s.num_cached :] for s in batch])
     dtype = compute_dtype(pages.dtype)
-    attention.append(new_k.to(dtype), new_v.to(dtype), pages)
+    attention.append(torch.cat((new_k, new_v), dim=1).to(dtype), pages)
     return attention.run(torch.cat([s.q for s in batch]).to(dtype), pages)
 
 
@@ -252,7 +252,7 @@ def test_pages_of_another_form_are_refused_unwritten(spoil: Callable[[Tensor], T
     plan(attention, batch)
     bad = spoil(torch.zeros(NUM_PAGES, *layout(PageOrder.HND).page_shape))
     with pytest.raises(ValueError, match=r"pages of a layer must be contiguous .*\(HND\), got"):
-        attention.append(batch[0].k, batch[0].v, bad)
+        attention.append(torch.cat((batch[0].k, batch[0].v), dim=1), bad)
     with pytest.raises(ValueError, match=r"pages of a layer must be contiguous"):
         attention.run(batch[0].q, bad)
     assert not bad.any()
@@ -262,11 +262,13 @@ def test_tensors_that_do_not_fit_the_plan_are_refused() -> None:
     attention, batch = attention_for(PageOrder.HND), make_batch([(5, 5)])
     plan(attention, batch)
     pages = torch.zeros(NUM_PAGES, *layout(PageOrder.HND).page_shape)
-    k, v, q = batch[0].k, batch[0].v, batch[0].q
-    with pytest.raises(ValueError, match=r"k must be torch.float32 \[5, 2, 8\]"):
-        attention.append(k[:4], v, pages)
-    with pytest.raises(ValueError, match=r"v must be torch.float32 \[5, 2, 8\]"):
-        attention.append(k, v.bfloat16(), pages)
+    kv, q = torch.cat((batch[0].k, batch[0].v), dim=1), batch[0].q
+    with pytest.raises(ValueError, match=r"kv must be torch.float32 \[5, 4, 8\]"):
+        attention.append(kv[:4], pages)
+    with pytest.raises(ValueError, match=r"kv must be torch.float32 \[5, 4, 8\]"):
+        attention.append(batch[0].k, pages)
+    with pytest.raises(ValueError, match=r"kv must be torch.float32 \[5, 4, 8\]"):
+        attention.append(kv.bfloat16(), pages)
     with pytest.raises(ValueError, match=r"q must be torch.float32 \[5, 6, 8\] .* got"):
         attention.run(q[:, :4], pages)
     assert not pages.any()

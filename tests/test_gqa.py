@@ -201,7 +201,7 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(stepper.attention, "append", lambda k, v, pages: "append")
+    note(stepper.attention, "append", lambda kv, pages: "append")
     note(stepper.attention, "run", lambda q, pages: "run")
     note(Linear, "__call__", lambda linear, x: by_weight_shape[tuple(linear._packed.shape)])
     stepper.step([(PROMPT, 0, scattered_pages(8))], lambda: events.append("on_layer"))

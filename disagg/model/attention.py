@@ -40,8 +40,9 @@ class PagedAttention(Protocol):
         ValueError, before anything is computed, if they cannot describe a step.
         """
 
-    def append(self, k: Tensor, v: Tensor, pages: Tensor) -> None:
-        """Write the step's new K and V, each `[T, num_kv_heads, head_dim]`, into a layer's pages.
+    def append(self, kv: Tensor, pages: Tensor) -> None:
+        """Write the step's new K and V into a layer's pages: `kv` `[T, 2 * num_kv_heads, head_dim]`,
+        the heads of K, then those of V.
 
         `pages` is the layer's `[num_pages, *page_shape]`; ValueError if it is not.
         """
@@ -87,8 +88,7 @@ class TorchPagedAttention:
         self._pages_shape = (layout.num_pages, *layout.page_shape)
         tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
         self._row_elements = tokens_per_row * layout.head_dim
-        self._new_k_rows = torch.empty(0, dtype=torch.int64)
-        self._new_v_rows = torch.empty(0, dtype=torch.int64)
+        self._new_rows = torch.empty(0, dtype=torch.int64)
         self._partial_pages = torch.empty(0, dtype=torch.int64)
         self._groups: list[_Group] = []
         self._order = torch.empty(0, dtype=torch.int64)
@@ -113,7 +113,7 @@ class TorchPagedAttention:
         offset = position % page_size
         heads = np.arange(self._layout.num_kv_heads)
         rows = [self._token_rows(page[:, None], kv, heads, offset[:, None]) for kv in (0, 1)]
-        self._new_k_rows, self._new_v_rows = (torch.from_numpy(r.ravel()) for r in rows)
+        self._new_rows = torch.from_numpy(np.concatenate(rows, axis=1).ravel())
         started, filled = page[offset == 0], page[offset == page_size - 1]
         self._partial_pages = torch.from_numpy(np.setdiff1d(started, filled))
 
@@ -133,18 +133,16 @@ class TorchPagedAttention:
         # Row i of the groups' joined outputs belongs to token order[i]; argsort turns that round.
         self._order = torch.cat([group.tokens for group in self._groups]).argsort()
 
-    def append(self, k: Tensor, v: Tensor, pages: Tensor) -> None:
+    def append(self, kv: Tensor, pages: Tensor) -> None:
         """See `PagedAttention.append`."""
         self._check_pages(pages)
-        self._check_heads("k", k, self._layout.num_kv_heads)
-        self._check_heads("v", v, self._layout.num_kv_heads)
+        self._check_heads("kv", kv, 2 * self._layout.num_kv_heads)
         if self._partial_pages.shape[0]:
             # A padded gather multiplies what lies behind the last token by zero, and zero times
             # a NaN that an earlier owner of the page left there is NaN.
             pages.index_fill_(0, self._partial_pages, 0)
-        rows = pages.view(-1, self._layout.head_dim)
-        for indices, new in ((self._new_k_rows, k), (self._new_v_rows, v)):
-            rows.index_copy_(0, indices, new.reshape(-1, self._layout.head_dim).to(self._dtype))
+        new = kv.to(self._dtype).reshape(-1, self._layout.head_dim)
+        pages.view(-1, self._layout.head_dim).index_copy_(0, self._new_rows, new)
 
     def run(self, q: Tensor, pages: Tensor) -> Tensor:
         """See `PagedAttention.run`."""
@@ -161,10 +159,14 @@ class TorchPagedAttention:
         batch, qo_len, num_kv_heads, group_size, head_dim = group.split
         k, v = kv.view(2, batch, num_kv_heads, -1, head_dim)
         # The query heads of a KV head become further queries of that head: no copies of K and V.
-        folded = q.reshape(group.split).transpose(1, 2).flatten(2, 3)
+        if qo_len == 1:
+            folded = q.reshape(batch, num_kv_heads, group_size, head_dim)
+        else:
+            folded = q.reshape(group.split).transpose(1, 2).flatten(2, 3)
         output = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
-        unfolded = output.view(batch, num_kv_heads, qo_len, group_size, head_dim)
-        return unfolded.transpose(1, 2).reshape(q.shape)
+        if qo_len > 1:
+            output = output.view(batch, num_kv_heads, qo_len, group_size, head_dim).transpose(1, 2)
+        return output.reshape(q.shape)
 
     def _plan_group(
         self, qo_len: int, first_tokens: Ints, page_lists: list[Ints], kv_lens: Ints

@@ -96,11 +96,10 @@ class LlamaModel:
         num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
         qkv = layer.qkv(normed)
         qkv = qkv.view(qkv.shape[0], -1, self.config.head_dim)  # [T, all heads, head_dim]
-        qk = layers.apply_rope(qkv[:, :-num_kv_heads], cos, sin)
-        attention.append(qk[:, num_qo_heads:], qkv[:, -num_kv_heads:], pages)
-        return layer.o_proj(
-            attention.run(qk[:, :num_qo_heads], pages).flatten(1)
-        )  # [T, hidden_size]
+        layers.apply_rope(qkv[:, :-num_kv_heads], cos, sin)
+        attention.append(qkv[:, num_qo_heads:], pages)
+        attended = attention.run(qkv[:, :num_qo_heads], pages)
+        return layer.o_proj(attended.flatten(1))  # [T, hidden_size]
 
 
 def _read_layer(config: ModelConfig, read: layers.ReadTensor, layer: int) -> DecoderLayer:

@@ -46,22 +46,25 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 class Linear:
     """`x @ weight.T + bias`: weight `[out_features, in_features]`, bias `[out_features]`.
 
-    The weight is laid out once as oneDNN reads it, for batches of about `PACKED_FOR` tokens; one
-    layout serves all batch sizes. `x` and the result are in `compute_dtype(weight.dtype)`.
+    The weight is laid out once, one layout for all batch sizes. `x` and the result are in
+    `compute_dtype(weight.dtype)`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         computed = compute_dtype(weight.dtype)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(computed), PACKED_FOR)
         self._bias = None if bias is None else bias.to(computed)
-        # One token is as fast as its weights are read: then half the bytes are worth emulation.
-        self._narrow = None if weight.dtype == computed else (weight, bias)
+        self._half: torch.ScriptObject | None = None
+        if weight.dtype != computed and _fits_half(weight):
+            # A few tokens are as fast as the weights are read: half the bytes, widened on the way.
+            self._half = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
+        else:
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.to(computed), PACKED_FOR)
+            self._packed = laid_out
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, in_features]` to `[T, out_features]`."""
-        if self._narrow is not None and x.shape[0] == 1:
-            weight, bias = self._narrow
-            return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+        if self._half is not None:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self._half)
         num_tokens, added = x.shape[0], _num_added(x.shape[0])
         if added:
             x = F.pad(x, (0, 0, 0, added))
@@ -69,6 +72,15 @@ class Linear:
             x, self._packed, self._bias, "none", [], ""
         )
         return mapped[:num_tokens]
+
+
+def _fits_half(weight: Tensor) -> bool:
+    """Whether float16 holds bfloat16 weights: they have fewer bits, but a larger range. What is too
+    small for it may lose what is nothing beside the largest."""
+    if "x86" not in torch.backends.quantized.supported_engines:
+        return False
+    lost = (weight.half().float() - weight.float()).abs().max()
+    return bool(lost <= weight.abs().max() * 2**-16)
 
 
 def _num_added(num_tokens: int) -> int:
@@ -84,14 +96,14 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight.to(compute_dtype(weight.dtype))
-        self._eps = torch.tensor([eps])
+        # Over n elements the divisor is sqrt(norm^2 + n eps) / sqrt(n): a hypotenuse.
+        self._scaled = weight.float() * math.sqrt(weight.shape[0])
+        self._other_side = torch.tensor([math.sqrt(weight.shape[0] * eps)])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same shape."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).to(x.dtype).mul_(self._weight)
+        return (x / torch.hypot(norm, self._other_side)).mul_(self._scaled).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +163,7 @@ def rope_tables(
     )
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of `x` `[T, num_heads, head_dim]` to its token's position; same shape."""
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn each head of `x` `[T, num_heads, head_dim]` to its token's position, in place."""
     # Rolling by half a head puts b in front of a; the sign of its sine is in the table.
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=x)
