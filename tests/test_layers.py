@@ -103,6 +103,21 @@ def test_one_layout_of_a_weight_serves_all_batch_sizes(num_tokens: int, bias: bo
     torch.testing.assert_close(Linear(weight, offset if bias else None)(x), expected)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+@pytest.mark.parametrize("factor", [1.0, 1e5, 1e-6, 1e-12])
+def test_bfloat16_weights_are_applied_as_they_are_stored(
+    factor: float, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are beyond float16, or too small for it."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    generator = torch.Generator().manual_seed(5)
+    weight, offset = torch.randn(70, 33, generator=generator), torch.randn(70, generator=generator)
+    weight, offset = (factor * weight).bfloat16(), (factor * offset).bfloat16()
+    x = torch.randn(num_tokens, 33, generator=generator)
+    expected = x @ weight.float().T + offset.float()
+    torch.testing.assert_close(Linear(weight, offset)(x), expected, rtol=1e-5, atol=1e-5 * factor)
+
+
 @pytest.mark.parametrize(("native", "computed"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_bfloat16_is_computed_in_float32_where_the_cpu_would_emulate_it(
     native: bool, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -41,10 +41,10 @@ class PagedAttention(Protocol):
         """
 
     def append(self, kv: Tensor, pages: Tensor) -> None:
-        """Write the step's new K and V into a layer's pages: `kv` `[T, 2 * num_kv_heads, head_dim]`,
-        the heads of K, then those of V.
+        """Write the step's new K and V into a layer's pages.
 
-        `pages` is the layer's `[num_pages, *page_shape]`; ValueError if it is not.
+        `kv` is `[T, 2 * num_kv_heads, head_dim]`, the heads of K, then those of V; `pages` is the
+        layer's `[num_pages, *page_shape]`. ValueError if they are not.
         """
 
     def run(self, q: Tensor, pages: Tensor) -> Tensor:

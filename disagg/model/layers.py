@@ -64,13 +64,12 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, in_features]` to `[T, out_features]`."""
         if self._half is not None:
-            return torch.ops.quantized.linear_dynamic_fp16(x, self._half)
+            mapped: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
+            return mapped
         num_tokens, added = x.shape[0], _num_added(x.shape[0])
         if added:
             x = F.pad(x, (0, 0, 0, added))
-        mapped: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._bias, "none", [], ""
-        )
+        mapped = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return mapped[:num_tokens]
 
 
