@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.bench.bench_memory --requests 1000
 
 Prefiller and decoder are two processes with a tiny model; prompts and answers have mixed lengths,
-some are cancelled. The first samples are warm-up: pools are touched for the first time. After that
-neither may grow by more than `--limit` percent, or the exit code is 1.
+some are cancelled. The first requests are warm-up: pools are touched for the first time, and oneDNN
+compiles a kernel for each of the few numbers of rows that a step can have. After that neither may grow by more than `--limit` percent, or the exit code is 1.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--every", type=int, default=100, help="requests between two samples")
-    parser.add_argument("--warm-up", type=int, default=200, help="requests before the first one")
+    parser.add_argument("--warm-up", type=int, default=500, help="requests before the first one")
     parser.add_argument("--limit", type=float, default=5.0, help="growth allowed, in percent")
     options = parser.parse_args(arguments)
     samples = measure(options.requests, options.every, options.warm_up)
