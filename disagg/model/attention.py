@@ -11,8 +11,6 @@ V to that layer's pages and attends over them.
 A request's `qo_len` tokens are the last ones of its `kv_len`; each sees itself and all before it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Protocol

@@ -10,8 +10,6 @@ all-reduce) after the attention output projection. What is in a batch and where 
 known to the planned `PagedAttention` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

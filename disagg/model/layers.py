@@ -7,8 +7,6 @@ embedding. How they are put together is `gqa.py`; where tensors come from is `we
                                                    b' = b cos + a sin
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ fused with others or converted is copied, one at a time. Whatever the model coul
 wrongly (an unknown architecture, a tensor left over, quantised weights) is refused by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ auto <--> auto, otherwise             tcp
 auto <--> shm or tcp                  that one
 """
 
-from __future__ import annotations
-
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium

@@ -15,8 +15,6 @@ Control knows no transport. What a stranger sends never raises and never takes m
 frame. Whatever else a link waits for, it watches on the same `waiter`.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import socket

@@ -7,8 +7,6 @@
 Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from disagg.transfer.interface import MAX_IMM, Peer

@@ -14,8 +14,6 @@ what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (s
 (any two), or both. All pass `tests/test_transfer_conformance.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -12,8 +12,6 @@ writer must not lock through a copy of the owner's descriptor, and why children 
 (it is close-on-exec; fork without exec while copying would keep the lock alive).
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

@@ -9,8 +9,6 @@ A link takes writes from the front of its `jobs`, in order, and counts each in `
 can no longer be withdrawn.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 '---- the same in every version ----'       info: the link's own bytes
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

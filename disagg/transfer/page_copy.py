@@ -7,8 +7,6 @@
 The constants are the best of those tried with `tests/bench/bench_shm.py` (AMD EPYC, 2 cores).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

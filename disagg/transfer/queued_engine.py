@@ -9,8 +9,6 @@ What moves bytes is a medium (`medium.py`), messages and waiting are `control.py
 one poll posts for one of them, a bounded amount, so that the caller can look at other things.
 """
 
-from __future__ import annotations
-
 import ctypes
 import secrets
 import time

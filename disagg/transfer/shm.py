@@ -15,8 +15,6 @@ just named by a stranger, and which memory is granted stands in its own file, no
 the copy. One poll copies at most two batches' bytes, or one larger write.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Addresses and listening sockets of TCP, with errors that say what to do."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

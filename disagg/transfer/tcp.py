@@ -15,8 +15,6 @@ What is sent is bounded by the kernel's buffers and one frame: a reader that doe
 posting, and what is not posted can be withdrawn.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ All numbers are little endian. Nothing is copied on the way: the kernel gathers 
 of the source region, and scatters it into slices of the destination.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 

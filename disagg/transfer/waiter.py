@@ -4,8 +4,6 @@ watch(fd, events, handler) --> epoll --wait(timeout)--> handler(events)
 wake() --> eventfd ------------^
 """
 
-from __future__ import annotations
-
 import os
 import select
 import socket

@@ -5,8 +5,6 @@
 The top bit of a length marks a note. What goes wrong is a `WireError` that names the other side.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import struct
