@@ -4,7 +4,8 @@
 
 Prefiller and decoder are two processes with a tiny model; prompts and answers have mixed lengths,
 some are cancelled. The first requests are warm-up: pools are touched for the first time, and oneDNN
-compiles a kernel for each of the few numbers of rows that a step can have. After that neither may grow by more than `--limit` percent, or the exit code is 1.
+compiles a kernel for each of the few numbers of rows that a step can have. After that neither may
+grow by more than `--limit` percent, or the exit code is 1.
 """
 
 import argparse
