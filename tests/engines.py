@@ -1,5 +1,11 @@
-"""Transfer engines by name, also such as call a test in the middle of a copy."""
+"""Transfer engines by name, also such as call a test in the middle of a copy.
 
+verbs runs on the RDMA devices that RDMA_DEVICES names ("rxe0/1/1 rxe1/1/1": name, port, GID index),
+the engines taking turns; without, on fakes.
+"""
+
+import itertools
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +18,11 @@ from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import Copy, ShmMedium
 from disagg.transfer.tcp import Send, TcpMedium
+from disagg.transfer.verbs import Depths, VerbsMedium
+from disagg.transfer.verbs_device import Nic
+from tests.fake_verbs import Fabric
+
+RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
 
 
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
@@ -27,6 +38,25 @@ def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
 def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Either of them, as it fits."""
     return QueuedEngine([ShmMedium(copy), TcpMedium()], **options)
+
+
+def nic_maker() -> Callable[[], Nic]:
+    """Opens NICs that reach each other: real ones if there are, else fakes."""
+    if not RDMA_DEVICES:
+        return Fabric().nic
+    turns = itertools.cycle(name.split("/") for name in RDMA_DEVICES)
+
+    def open_next() -> Nic:
+        name, port, gid_index = next(turns)
+        return Nic(name, int(port), int(gid_index))
+
+    return open_next
+
+
+def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
+    """Makes engines with a NIC each."""
+    nic = nic_maker()
+    return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **options)
 
 
 def write(

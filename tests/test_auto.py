@@ -10,10 +10,12 @@ import pytest
 
 from disagg.transfer import shm
 from disagg.transfer.auto import TRANSPORTS, make_engine
-from disagg.transfer.interface import PeerFenced, PeerLost
+from disagg.transfer.interface import PeerFenced, PeerLost, TransferError
 from disagg.transfer.shm import ShmLink, host_identity
 from disagg.transfer.tcp import TcpLink
+from disagg.transfer.verbs import VerbsLink
 from tests.engines import auto_engine, write
+from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import Node, World
 
 
@@ -23,8 +25,11 @@ def world():
         yield world
 
 
-def node(world, transport):
-    world.nodes.append(Node(make_engine(transport), 4096))
+NAMES = {ShmLink: "shm", TcpLink: "tcp", VerbsLink: "verbs"}
+
+
+def node(world, transport, nics=()):
+    world.nodes.append(Node(make_engine(transport, nics), 4096))
     return world.nodes[-1]
 
 
@@ -42,7 +47,7 @@ def kind_of_link(world, dialler, listener):
     links = [dialler.engine._peers[there].links, listener.engine._peers[back].links]
     (kind,) = {type(link) for each in links for link in each.values()}
     names = {dialler.engine.transport_to(there), listener.engine.transport_to(back)}
-    assert names == {"shm" if kind is ShmLink else "tcp"}
+    assert names == {NAMES[kind]}
     return kind
 
 
@@ -64,6 +69,37 @@ def test_different_hosts_choose_tcp(world, monkeypatch):
     hosts = map(str, itertools.count())
     monkeypatch.setattr(shm, "host_identity", lambda: next(hosts))
     assert kind_of_link(world, node(world, "auto"), node(world, "auto")) is TcpLink
+
+
+@pytest.mark.parametrize(
+    ("dialling", "listening", "kind"),
+    [
+        ("auto", "auto", VerbsLink),
+        ("auto", "verbs", VerbsLink),
+        ("verbs", "auto", VerbsLink),
+        ("auto", "auto without", TcpLink),
+        ("auto without", "auto", TcpLink),
+        ("auto", "tcp", TcpLink),
+        ("tcp", "auto", TcpLink),
+    ],
+)
+def test_different_hosts_choose_verbs_where_both_have_a_nic(
+    world, monkeypatch, dialling, listening, kind
+):
+    hosts, fabric = map(str, itertools.count()), Fabric()
+    monkeypatch.setattr(shm, "host_identity", lambda: next(hosts))
+    nodes = []
+    for transport in (dialling, listening):
+        name, *without = transport.split()
+        nics = [] if without or name == "tcp" else [fabric.nic()]
+        nodes.append(node(world, name, nics))
+    assert kind_of_link(world, *nodes) is kind
+
+
+def test_one_host_chooses_shm_though_there_are_nics(world):
+    fabric = Fabric()
+    nodes = [node(world, "auto", [fabric.nic()]) for _ in range(2)]
+    assert kind_of_link(world, *nodes) is ShmLink
 
 
 def test_memory_that_cannot_be_opened_chooses_tcp(world, monkeypatch):
@@ -114,8 +150,10 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_transport_has_an_engine_and_no_other_name_has(transport):
-    wanted = {"auto": ["shm", "tcp"], "shm": ["shm"], "tcp": ["tcp"]}
-    with contextlib.closing(make_engine(transport)) as engine:
-        assert [medium.name for medium in engine._media] == wanted[transport]
-    with pytest.raises(ValueError, match=r"expected one of auto, shm, tcp, got 'rdma'"):
+    wanted = {"auto": ["shm", "verbs", "tcp"]}.get(transport, [transport])
+    with contextlib.closing(make_engine(transport, [Fabric().nic()])) as engine:
+        assert [medium.name for medium in engine._media] == wanted
+    with pytest.raises(ValueError, match=r"expected one of auto, shm, verbs, tcp, got 'rdma'"):
         make_engine("rdma")
+    with pytest.raises(TransferError, match="expected 1 to 64 RDMA NICs, got 0"):
+        make_engine("verbs")

@@ -1,7 +1,8 @@
 """What every transfer engine must do, whatever moves the bytes: the contract of `interface.py`.
 
 A transport joins by a line in `TRANSPORTS`. The first half runs all engines in this process; the
-second half has real sockets, child processes that are stopped and killed, and ports that lie.
+second half has real sockets, child processes that are stopped and killed, and ports that lie. What
+verbs runs on stands in `engines.py`.
 """
 
 import contextlib
@@ -33,8 +34,18 @@ from disagg.transfer.interface import (
     TransferFailed,
     WritesDone,
 )
+from disagg.transfer.verbs import Depths
 from tests.adversarial import FakeTransfer, Network
-from tests.engines import auto_engine, in_halves, once, shm_engine, tcp_engine, write
+from tests.engines import (
+    RDMA_DEVICES,
+    auto_engine,
+    in_halves,
+    once,
+    shm_engine,
+    tcp_engine,
+    verbs_maker,
+    write,
+)
 
 DEADLINE_SECONDS = 10.0
 KIB, MIB = 1 << 10, 1 << 20
@@ -62,6 +73,22 @@ def interrupted_tcp(inside):
 def interrupted_auto(inside):
     """Calls `inside` in the middle of its first copy: on one host, shm is the one that fits."""
     return auto_engine(in_halves(once(inside)))
+
+
+def interrupted_verbs(inside):
+    """Calls `inside` once, when half of its first ticket was handed to the NIC."""
+    half, act = CHILD_PAGES // 2, once(inside)
+    engine = verbs_maker(Depths(sends=half, send_chain=half))()
+    poll = engine.poll
+
+    def poll_and_look(timeout):
+        events = poll(timeout)
+        if any(job.num_posted for job in engine._open.values()):
+            act()
+        return events
+
+    engine.poll = poll_and_look
+    return engine
 
 
 class SteppingFake(FakeTransfer):
@@ -113,8 +140,11 @@ REAL_TRANSPORTS = {
     "auto": RealTransport(
         start=lambda: auto_engine, interrupted=interrupted_auto, fences_stopped=False
     ),
+    "verbs": RealTransport(start=verbs_maker, interrupted=interrupted_verbs, fences_stopped=True),
 }
 TRANSPORTS = {**REAL_TRANSPORTS, "fake": Transport(start=start_fake)}
+#: A fake NIC reaches no other process.
+PROCESS_TRANSPORTS = [name for name in REAL_TRANSPORTS if name != "verbs" or RDMA_DEVICES]
 
 
 class Node:
@@ -772,6 +802,8 @@ def test_opening_and_closing_leaks_no_descriptor(transport):
 
 # --- Other processes ---
 
+in_processes = pytest.mark.parametrize("transport", PROCESS_TRANSPORTS, indirect=True)
+
 CHILD_PAGES, CHILD_PAGE_BYTES = 64, 4096
 
 
@@ -854,6 +886,7 @@ def start_child(transport, real_world):
         child.kill()
 
 
+@in_processes
 def test_two_processes(real_world, start_child):
     child = start_child()
     real_world.run(lambda: child.owner.reached == [1])
@@ -864,6 +897,7 @@ def test_two_processes(real_world, start_child):
     child.wait_for(real_world, "lost")
 
 
+@in_processes
 def test_a_process_killed_in_the_middle_of_a_copy(real_world, start_child):
     child = start_child(interruption=signal.SIGKILL)
     real_world.run(lambda: child.owner.of(PeerFenced))
@@ -871,6 +905,7 @@ def test_a_process_killed_in_the_middle_of_a_copy(real_world, start_child):
     assert child.owner.reached == []
 
 
+@in_processes
 def test_a_process_killed_while_idle(real_world, start_child):
     child = start_child()
     real_world.run(lambda: child.owner.reached == [1])
@@ -878,6 +913,7 @@ def test_a_process_killed_while_idle(real_world, start_child):
     real_world.run(lambda: child.owner.of(PeerFenced), seconds=2)
 
 
+@in_processes
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_a_process_stopped_in_the_middle_of_a_copy(transport, real_world, start_child, end):
     child = start_child(interruption=signal.SIGSTOP)

@@ -51,4 +51,5 @@ def interruptible(*, verbose: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(EXIT_TERMINATED))
     level = logging.INFO if verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    # Forced: pyverbs sets up logging of its own when it is imported.
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr, force=True)

@@ -8,8 +8,8 @@
 The first frame each way is the opening; who connected says its own first. Its last field belongs to
 the links (addresses, keys). Between `Opened` and `ready()` a link builds its own path; messages of
 both directions wait for it, so a message received means that both sides can write. Notes are what
-one link says to the other. A connection that opens with a key joins one that is open already: its
-socket is handed to the link that gave the key away.
+one link says to the other, and do not wait. A connection that opens with a key joins one that is
+open already: its socket is handed to the link that gave the key away.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a link waits for, it watches on the same `waiter`.
@@ -143,8 +143,8 @@ class Control:
         self._say(second.peer, key)
 
     def send_note(self, peer: Peer, data: bytes) -> None:
-        """To the peer's link; otherwise as `send`."""
-        self._queue(peer, framed(data, note=True))
+        """To the peer's link, also before `ready`. Lost: dropped."""
+        self._queue(peer, framed(data, note=True), at_once=True)
 
     def close_after_reading(self, peer: Peer, why: str) -> None:
         """End a connection whose peer is gone, after the messages that are here already."""
@@ -264,9 +264,10 @@ class Control:
         frame = framed(encode_opening(opening))
         self._step(peer, lambda connection: connection.unsent.extend(frame))
 
-    def _queue(self, peer: Peer, frame: bytes) -> None:
+    def _queue(self, peer: Peer, frame: bytes, *, at_once: bool = False) -> None:
         def put(connection: _Connection) -> None:
-            queue = connection.unsent if connection.ready else connection.waiting
+            flows = connection.ready or at_once
+            queue = connection.unsent if flows else connection.waiting
             queue += frame
             if len(queue) > MAX_UNSENT_BYTES:
                 raise WireError(f"{connection.address} does not read: {len(queue)} bytes wait")
@@ -310,9 +311,11 @@ class Control:
         self._step(connection.peer, move)
 
     def _parse(self, connection: _Connection) -> None:
-        """Take every whole frame that may be taken now."""
+        """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
-        while self.is_open(peer) and (connection.ready or not connection.opened):
+        while self.is_open(peer):
+            if connection.opened and not (connection.ready or connection.has_note):
+                return
             taken = connection.take(MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES)
             if taken is None:
                 return

@@ -34,12 +34,13 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """The writes of a ticket, of which `num_posted` are out. `region` is the peer's; every offset
-    was checked."""
+    """The writes of a ticket, of which `num_posted` are out. `source_region` is ours and has the
+    bytes `source`; `region` is the peer's. Every offset was checked."""
 
     ticket: Ticket
     peer: Peer
     source: Bytes
+    source_region: int
     region: int
     write_bytes: int
     source_offsets: Offsets
@@ -148,6 +149,9 @@ class Medium(ABC):
     def fits(self, info: bytes) -> bool:
         """Whether a peer with this opening can be reached; asked if there is another way."""
         return bool(info)
+
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
+        """Give back what is held, after all links. May be called twice."""
 
 
 def decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:

@@ -136,6 +136,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
             ticket=self._last_ticket,
             peer=peer,
             source=self._views[own],
+            source_region=own,
             region=region,
             write_bytes=page_bytes,
             source_offsets=np.array(src_offsets, dtype=np.int64),
@@ -202,6 +203,8 @@ class QueuedEngine(interface.TransferEngine, Resource):
             for link in links:
                 link.close()
         self._control.close()
+        for medium in self._media:
+            medium.close()
         self._peers, self._open, self._fencing = {}, {}, {}
         self._media, self._views, self._events = [], [], []
 

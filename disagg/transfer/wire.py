@@ -85,6 +85,12 @@ class Wire:
         self.received += data
         return True
 
+    @property
+    def has_note(self) -> bool:
+        """Whether the first frame, or what is here of it, is a note."""
+        head = self.received[: _LENGTH.size]
+        return len(head) == _LENGTH.size and bool(_LENGTH.unpack(head)[0] & _NOTE)
+
     def take(self, limit: int) -> tuple[bytes, bool] | None:
         """The first frame and whether it is a note, if it is here as a whole."""
         if len(self.received) < _LENGTH.size:
