@@ -208,6 +208,11 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._peers, self._open, self._fencing = {}, {}, {}
         self._media, self._views, self._events = [], [], []
 
+    def __del__(self) -> None:
+        """Forgotten by its owner. Left to itself, Python would close what it holds in any order."""
+        if hasattr(self, "_events"):
+            self.close()
+
     def _offer(self, peer: Peer, media: Sequence[Medium], *, outgoing: bool) -> None:
         """Make a link of each of the media, and say so in our opening. Lost: no-op."""
         if not self._control.is_open(peer):
