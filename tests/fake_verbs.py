@@ -164,10 +164,12 @@ class FakeQueuePair:
 
     def poll(self):
         self.check_device()
-        found = [
-            self.completions.popleft() for _ in range(min(len(self.completions), POLL_COMPLETIONS))
-        ]
-        return np.array(found, WC)
+        found = np.zeros(min(len(self.completions), POLL_COMPLETIONS), WC)
+        for completion in found:
+            completion["wr_id"], completion["status"], completion["imm"] = (
+                self.completions.popleft()
+            )
+        return found
 
     def rearm(self):
         self.check_device()

@@ -417,7 +417,7 @@ def test_an_error_is_told_once_with_its_first_cause_and_whose_write(world, start
     fabric.held = True
     right.engine.expect(back, 7, 3)
     pages(left, there, right, 1, 512, 6)
-    pages(left, there, right, 3, 512, 7)
+    failed = pages(left, there, right, 3, 512, 7)
     for _ in range(3):
         left.poll()
     fabric.move(1)
@@ -431,7 +431,7 @@ def test_an_error_is_told_once_with_its_first_cause_and_whose_write(world, start
     )
     assert "the peer's is" in why(left)
     assert "check" not in why(left)
-    assert len(left.ended) == 1
+    assert failed not in left.ended
     assert right.reached == []
 
 
@@ -569,6 +569,7 @@ def test_opening_and_closing_leaves_nothing(fabric):
         fabric.held = False
 
     def descriptors():
+        gc.collect()  # what earlier tests left
         return len(list(Path("/proc/self/fd").iterdir()))
 
     once("close")

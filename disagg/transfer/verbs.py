@@ -36,22 +36,10 @@ import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
+from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
-from disagg.transfer.verbs_device import (
-    POLL_COMPLETIONS,
-    RDMA_WRITE_WITH_IMM,
-    RECEIVE,
-    SEND_SIGNALED,
-    SEND_WR,
-    SGE,
-    Address,
-    End,
-    Nic,
-    Registration,
-    Requests,
-    addresses_of,
-)
+from disagg.transfer.verbs_device import Address, End, Nic, Registration, Requests
 from disagg.transfer.waiter import READABLE
 
 MAX_NICS = 64
@@ -214,7 +202,7 @@ class VerbsLink(Link):
         """Something came on a queue pair; ready once the first writes of both sides are through."""
         if lane.heard and not lane.posted:
             self._probe(lane)
-        if all(lane.heard and lane.acknowledged for lane in self._lanes):
+        if all(lane.heard and lane.returned for lane in self._lanes):
             self._ready = True
             self.region_bytes = [region.nbytes for region in self._theirs.regions]
             self.control.ready(self.peer)
@@ -259,31 +247,27 @@ class VerbsLink(Link):
         return super().take_ended()
 
     def take_arrivals(self) -> None:
-        for lane in self._lanes:
-            self.guard(partial(self._take, lane))
+        self.ended += self.take_ended()
 
     def _on_event(self, lane: _Lane, events: int) -> None:
-        def take() -> None:
-            lane.qp.rearm()
-            self._take(lane)
-
-        self.guard(take)
+        self.guard(lane.qp.rearm)
+        self.guard(partial(self._take, lane))
 
     def _take(self, lane: _Lane) -> None:
         """A bounded amount of what has completed on a queue pair."""
         found = lane.qp.poll()
         if not len(found):
             return
-        if len(found) == POLL_COMPLETIONS:
+        if len(found) == verbs_device.POLL_COMPLETIONS:
             self.control.waiter.wake()  # no event tells of the rest
-        for imm, count in Counter(lane.take_immediates(found)).items():
+        for imm, count in Counter(lane.take(found)).items():
             self._arrived(imm, count)
-        for ticket in lane.take_tickets(found):
-            self.end(ticket)
         if self._over:
             return
         if found["status"].any():
             raise TransferError(lane.why(found[found["status"] != 0][0]))
+        for job in lane.take_returned():
+            self.end(job.ticket)
         lane.replenish()
         if not self._ready:
             self._prove(lane)
@@ -327,9 +311,9 @@ class VerbsLink(Link):
 class _Lane:
     """A queue pair and what is under way on it.
 
-    posted --------> 1 2 3 4 5 6 7        wr_ids; each chain ends in one that completes
-    acknowledged --> 1 2 3 |     |        so the chain (3, job a) is done, (7, job b) is not
-    receives         how many immediates may still come before more are posted
+    posted ----> 1 2 3 4 5 6 7    wr_ids; each chain ends in one that completes
+    returned --> 1 2 3 |     |    so the chain (3, job a) is done, (7, job b) is not
+    receives     how many immediates may still come before more are posted
     """
 
     def __init__(
@@ -345,24 +329,17 @@ class _Lane:
         self._depths = depths
         self.qp = nic.queue_pair(depths.sends, depths.receives, depths.receive_chain)
         self.psn = secrets.randbits(24)
-        self.posted = self.acknowledged = self.returned = 0  # returned: also those that failed
-        self.receives = 0
+        self.posted = self.returned = self.receives = 0
         self.heard = False
         self._chains: deque[tuple[int, Job | None]] = deque()
         # Filled anew for every post. Only what differs is written then.
-        self._requests = np.zeros(depths.send_chain, SEND_WR)
-        self._elements = np.zeros(depths.send_chain, SGE)
+        self._requests, self._elements = verbs_device.send_chain(depths.send_chain)
         self._numbers = np.arange(1, depths.send_chain + 1, dtype=np.uint64)
-        self._next = addresses_of(self._requests) + np.uint64(SEND_WR.itemsize)
-        self._requests["next"] = self._next
-        self._requests["sg_list"] = addresses_of(self._elements)
-        self._requests["num_sge"] = 1
-        self._requests["opcode"] = RDMA_WRITE_WITH_IMM
 
     @property
     def room(self) -> int:
         """Writes that may be posted now."""
-        return self._depths.sends - (self.posted - self.acknowledged)
+        return self._depths.sends - (self.posted - self.returned)
 
     def connect(self, peer: End) -> None:
         """Receives first: the peer may write as soon as it can."""
@@ -394,16 +371,19 @@ class _Lane:
         np.add(self._numbers[:count], self.posted, out=requests["wr_id"])
         elements["length"], elements["lkey"] = nbytes, part.lkey
         requests["rkey"], requests["imm"] = target.rkeys[self.theirs], imm
-        last = count - 1
-        requests["next"][last], requests["send_flags"][last] = 0, SEND_SIGNALED
+        last = requests[-1]
+        following = last["next"]
+        last["next"], last["send_flags"] = 0, verbs_device.SEND_SIGNALED
         self.qp.post_sends(requests)
-        requests["next"][last], requests["send_flags"][last] = self._next[last], 0
+        last["next"], last["send_flags"] = following, 0
         self.posted += count
         self._chains.append((self.posted, job))
 
-    def take_immediates(self, found: Requests) -> list[int]:
-        """Of the receives among these completions; without that of the first write."""
-        received = found[found["wr_id"] == RECEIVE]
+    def take(self, found: Requests) -> list[int]:
+        """Account for these completions. Returns the immediates that came, but for the first."""
+        ids = found["wr_id"]
+        self.returned = max(self.returned, int(ids.max()))
+        received = found[ids == verbs_device.RECEIVE]
         self.receives -= len(received)
         imms: list[int] = received["imm"][received["status"] == 0].tolist()
         if imms and not self.heard:
@@ -411,29 +391,26 @@ class _Lane:
             del imms[0]
         return imms
 
-    def take_tickets(self, found: Requests) -> list[Ticket]:
-        """Of the chains that these completions end."""
-        ids = found["wr_id"]
-        self.returned = max(self.returned, int(ids.max()))
-        self.acknowledged = max(self.acknowledged, int(ids[found["status"] == 0].max(initial=0)))
-        tickets = []
-        while self._chains and self._chains[0][0] <= self.acknowledged:
-            _, job = self._chains.popleft()
+    def take_returned(self) -> list[Job]:
+        """The job of each chain that is done."""
+        jobs = []
+        while self._chains and self._chains[0][0] <= self.returned:
+            job = self._chains.popleft()[1]
             if job is not None:
-                tickets.append(job.ticket)
-        return tickets
+                jobs.append(job)
+        return jobs
 
     def why(self, failed: np.void) -> str:
         """In words, of the first completion that failed. Its opcode would tell nothing: that is
         undefined then; its wr_id is ours."""
         job = next((job for last, job in self._chains if failed["wr_id"] <= last), None)
         what = "a receive"
-        if failed["wr_id"] != RECEIVE:
+        if failed["wr_id"] != verbs_device.RECEIVE:
             what = "the first write"
             if job is not None:
                 what = f"a write of {job.write_bytes} bytes with imm {job.imm}"
         hint = ""
-        if not (self.heard and self.acknowledged):
+        if not (self.heard and self.returned):
             hint = (
                 "; the way is not open: check GID or LID, the MTU of switches, firewalls (UDP 4791)"
             )

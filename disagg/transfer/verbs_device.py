@@ -42,29 +42,13 @@ except ImportError as error:
 else:
     MISSING = ""
 
-# From verbs.h. Its structs are these arrays' elements; an immediate is big-endian on the wire, and
-# `>u4` turns it both ways.
-SEND_WR = np.dtype(
-    {
-        "names": [
-            *("wr_id", "next", "sg_list", "num_sge", "opcode", "send_flags", "imm"),
-            *("remote_addr", "rkey"),
-        ],
-        "formats": ["u8", "u8", "u8", "i4", "u4", "u4", ">u4", "u8", "u4"],
-        "offsets": [0, 8, 16, 24, 28, 32, 36, 40, 48],
-        "itemsize": 128,
-    }
-)
+# From verbs.h: its structs as elements of arrays. An immediate is big-endian on the wire, and `>u4`
+# turns it both ways.
+_HEAD = (("wr_id", "u8"), ("next", "u8"), ("sg_list", "u8"), ("num_sge", "i4"), ("opcode", "u4"))
+_TAIL = (("send_flags", "u4"), ("imm", ">u4"), ("remote_addr", "u8"), ("rkey", "u4"), ("", "V76"))
+RECV_WR, SEND_WR = np.dtype([*_HEAD]), np.dtype([*_HEAD, *_TAIL])
 SGE = np.dtype([("addr", "u8"), ("length", "u4"), ("lkey", "u4")])
-RECV_WR = np.dtype([("wr_id", "u8"), ("next", "u8"), ("sg_list", "u8"), ("num_sge", "u8")])
-WC = np.dtype(
-    {
-        "names": ["wr_id", "status", "imm"],
-        "formats": ["u8", "u4", ">u4"],
-        "offsets": [0, 8, 24],
-        "itemsize": 48,
-    }
-)
+WC = np.dtype([("wr_id", "u8"), ("status", "u4"), ("", "V12"), ("imm", ">u4"), ("", "V20")])
 RDMA_WRITE_WITH_IMM = 1
 SEND_SIGNALED = 2
 _LOCAL_WRITE, _REMOTE_WRITE, _RELAXED_ORDERING = 1, 2, 1 << 20
@@ -217,7 +201,7 @@ class QueuePair(Resource):
         self.fd = ctypes.c_int.from_address(_word(cq_struct + _CQ_CHANNEL) + _CHANNEL_FD).value
         self._completions = np.zeros(POLL_COMPLETIONS, WC)
         self._chain = np.zeros(receive_chain, RECV_WR)
-        self._chain["next"][:-1] = addresses_of(self._chain)[1:]
+        self._chain["next"][:-1] = _addresses(self._chain)[1:]
         self._rejected = np.zeros(1, np.uint64)  # where a post says which request it refused
         context, rejected = _word(cq_struct), self._rejected.ctypes.data
         poll, send, receive = (_function(context + at) for at in (_POLL_CQ, _POST_SEND, _POST_RECV))
@@ -313,7 +297,17 @@ class QueuePair(Resource):
             raise TransferError(f"{self} cannot {what}: {os.strerror(abs(code))}")
 
 
-def addresses_of(array: Requests) -> npt.NDArray[np.uint64]:
+def send_chain(length: int) -> tuple[Requests, Requests]:
+    """Writes with an immediate and the one `SGE` of each, each chained to the next: to be filled,
+    and ended where a post shall end."""
+    requests, elements = np.zeros(length, SEND_WR), np.zeros(length, SGE)
+    requests["next"] = _addresses(requests) + np.uint64(SEND_WR.itemsize)
+    requests["sg_list"] = _addresses(elements)
+    requests["num_sge"], requests["opcode"] = 1, RDMA_WRITE_WITH_IMM
+    return requests, elements
+
+
+def _addresses(array: Requests) -> npt.NDArray[np.uint64]:
     """Where each element lies."""
     return array.ctypes.data + np.arange(len(array), dtype=np.uint64) * array.itemsize
 
