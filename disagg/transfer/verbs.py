@@ -34,6 +34,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
@@ -260,7 +261,8 @@ class VerbsLink(Link):
             return
         if len(found) == verbs_device.POLL_COMPLETIONS:
             self.control.waiter.wake()  # no event tells of the rest
-        for imm, count in Counter(lane.take(found)).items():
+        imms, counts = np.unique(lane.take(found), return_counts=True)
+        for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
             self._arrived(imm, count)
         if self._over:
             return
@@ -379,16 +381,16 @@ class _Lane:
         self.posted += count
         self._chains.append((self.posted, job))
 
-    def take(self, found: Requests) -> list[int]:
+    def take(self, found: Requests) -> npt.NDArray[np.uint32]:
         """Account for these completions. Returns the immediates that came, but for the first."""
         ids = found["wr_id"]
         self.returned = max(self.returned, int(ids.max()))
-        received = found[ids == verbs_device.RECEIVE]
-        self.receives -= len(received)
-        imms: list[int] = received["imm"][received["status"] == 0].tolist()
-        if imms and not self.heard:
+        received = ids == verbs_device.RECEIVE
+        self.receives -= int(np.count_nonzero(received))
+        imms: npt.NDArray[np.uint32] = found["imm"][received & (found["status"] == 0)]
+        if len(imms) and not self.heard:
             self.heard = True
-            del imms[0]
+            return imms[1:]
         return imms
 
     def take_returned(self) -> list[Job]:
