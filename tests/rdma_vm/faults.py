@@ -1,0 +1,267 @@
+"""Faults of RDMA devices, links and processes, on one machine with rxe0 and rxe1.
+
+                  roce1 [rxe1] writer ===== pages, imm =====> owner [rxe0] roce0
+    taken down, unplugged ^      ^ killed, stopped                ^ stopped
+                                 '- holds a wrong key, writes outside the region
+
+Every one ends in `PeerLost` with its cause and then `PeerFenced` on each side that is alive, with
+no byte that was not sent, and the same engines can be connected again. This needs such a machine,
+so pytest does not find it by itself: `python -m tests.rdma_vm one python -m pytest THIS_FILE`.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
+from tests.engines import RDMA_DEVICES, verbs_maker
+from tests.test_transfer_conformance import KIB, MIB, World, noise
+
+pytestmark = pytest.mark.skipif(len(RDMA_DEVICES) != 2, reason="runs in a machine of rdma_vm")
+
+PAGE_BYTES = 4 * KIB
+NUM_PAGES = MIB // PAGE_BYTES
+PAGES = np.arange(NUM_PAGES) * PAGE_BYTES
+#: A NIC that nobody answers gives up after some seconds.
+SECONDS = 30.0
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", "link", *arguments], check=True, timeout=SECONDS)
+
+
+@pytest.fixture
+def world():
+    with contextlib.closing(World(verbs_maker())) as world:
+        yield world
+
+
+class Pair:
+    """Two connected nodes: `owner` lets `writer` write noise, page i to page i, over and over."""
+
+    def __init__(self, world):
+        self.world = world
+        self.owner, self.writer = world.node(), world.node()
+        self.imms = itertools.count(1)
+        self.connect()
+
+    def connect(self):
+        self.owner.bytes[:] = 0
+        self.writer.bytes[:] = noise(MIB)
+        self.there, self.back = self.world.connect(self.writer, self.owner)
+
+    def post(self, times=1):
+        """Write all pages so many times; returns the imm of the last time."""
+        for _ in range(times):
+            imm = next(self.imms)
+            self.owner.engine.expect(self.back, imm, NUM_PAGES)
+            self.write(PAGES, PAGES, imm)
+        return imm
+
+    @property
+    def link(self):
+        """The writer's. It holds what the owner granted, to be forged."""
+        return self.writer.engine._peers[self.there].link
+
+    def write(self, sources, targets, imm):
+        target = self.owner.region.descriptor
+        self.writer.engine.write_pages(
+            self.there, self.writer.region, target, PAGE_BYTES, sources, targets, imm
+        )
+
+    def must_end(self, why, seconds=SECONDS):
+        """On both sides, for one of these causes at the writer's; and nothing else was written."""
+        sides = (self.writer, self.there), (self.owner, self.back)
+        self.world.run(
+            lambda: all(PeerFenced(peer=peer) in node.events for node, peer in sides), seconds
+        )
+        for node, peer in sides:
+            (lost,) = (event for event in node.of(PeerLost) if event.peer == peer)
+            print(f"lost: {lost.why}")
+            assert lost.why
+            if node is self.writer:
+                assert any(part in lost.why for part in why), lost.why
+        assert only_of(self.owner.bytes, self.writer.bytes)
+
+    def must_work(self):
+        imm = self.post()
+        self.world.run(lambda: imm in self.owner.reached, SECONDS)
+        assert (self.owner.bytes == self.writer.bytes).all()
+
+
+def only_of(written, sent):
+    """Whether each byte is still 0 or the one that was sent there."""
+    return bool(((written == 0) | (written == sent)).all())
+
+
+def test_a_wrong_key(world):
+    pair = Pair(world)
+    link = pair.link
+    (region,) = link._theirs.regions
+    forged = msgspec.structs.replace(region, rkeys=[key ^ 0xFF00 for key in region.rkeys])
+    link._theirs = msgspec.structs.replace(link._theirs, regions=[forged])
+    pair.post()
+    pair.must_end(["remote access error"])
+    assert not pair.owner.bytes.any()
+    pair.connect()
+    pair.must_work()
+
+
+@pytest.mark.parametrize("beyond", [1, PAGE_BYTES, 64 * MIB])
+def test_an_address_outside_the_region(world, beyond):
+    """The sender's own check would refuse it; the owner's NIC does without that."""
+    pair = Pair(world)
+    pair.link.region_bytes = [1 << 40]
+    pair.write(PAGES[:1], PAGES[-1:] + beyond, 1)
+    pair.must_end(["remote access error"])
+    assert not pair.owner.bytes.any()
+    pair.connect()
+    pair.must_work()
+
+
+@pytest.mark.parametrize("link", ["roce0", "roce1"])
+def test_a_link_that_goes_down_and_up(world, link):
+    pair = Pair(world)
+    imm = pair.post(4) - 3
+    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    ip("set", link, "down")
+    pair.must_end(["transport retry counter exceeded"])
+    ip("set", link, "up")
+    pair.connect()
+    pair.must_work()
+
+
+def test_a_link_that_is_down_for_a_moment(world):
+    """Is sent again by the NICs, and nobody notices."""
+    pair = Pair(world)
+    imm = pair.post(4)
+    world.run(lambda: imm - 3 in pair.owner.reached, SECONDS)
+    ip("set", "roce1", "down")
+    ip("set", "roce1", "up")
+    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    assert (pair.owner.bytes == pair.writer.bytes).all()
+    assert not pair.owner.of(PeerLost) + pair.writer.of(PeerLost)
+
+
+# --- Other processes ---
+
+
+def child_main(address, target):
+    """Connects, and writes as long as it is connected; then again."""
+    with contextlib.closing(World(verbs_maker())) as world:
+        writer = world.node()
+        writer.bytes[:] = noise(MIB)
+        while True:
+            write_until_lost(world, writer, address, target)
+
+
+def write_until_lost(world, writer, address, target):
+    """The first message from there is the imm."""
+    peer = writer.engine.connect(*address)
+    writer.engine.send(peer, b"hello")
+
+    def is_over():
+        return PeerFenced(peer=peer) in writer.events
+
+    def told():
+        return [event.data for event in writer.of(MessageReceived) if event.peer == peer]
+
+    world.run(lambda: told() or is_over(), 60.0)
+    while not is_over():
+        if len(writer.engine._open) < 2:
+            imm = int(told()[0])
+            writer.engine.write_pages(peer, writer.region, target, PAGE_BYTES, PAGES, PAGES, imm)
+        writer.poll(0.001)
+
+
+class Child:
+    """A process that writes to `owner` for ever, until its death."""
+
+    def __init__(self, world):
+        self.world, self.owner = world, world.node()
+        self.imms = itertools.count(1)
+        address = self.owner.engine.listen("127.0.0.1", 0)
+        context = multiprocessing.get_context("spawn")
+        arguments = address, self.owner.region.descriptor
+        self.process = context.Process(target=child_main, args=arguments, daemon=True)
+        self.process.start()
+
+    def must_write(self):
+        """On the next connection, if there was one before; ends in the middle of the writes."""
+        self.owner.bytes[:] = 0
+        known = len(self.owner.of(MessageReceived))
+        self.world.run(lambda: len(self.owner.of(MessageReceived)) > known, 60.0)
+        self.peer, imm = self.owner.of(MessageReceived)[-1].peer, next(self.imms)
+        self.owner.engine.expect(self.peer, imm, 3 * NUM_PAGES)
+        self.owner.engine.send(self.peer, str(imm).encode())
+        self.world.run(lambda: imm in self.owner.reached, SECONDS)
+        assert (self.owner.bytes == noise(MIB)).all()
+        self.owner.bytes[:] = 0
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def must_end(self, seconds):
+        self.world.run(lambda: PeerFenced(peer=self.peer) in self.owner.events, seconds)
+        (lost,) = (event for event in self.owner.of(PeerLost) if event.peer == self.peer)
+        print(f"lost: {lost.why}")
+        assert lost.why
+        assert only_of(self.owner.bytes, noise(MIB))
+
+
+@pytest.fixture
+def child(world):
+    child = Child(world)
+    yield child
+    child.process.kill()
+    child.process.join(SECONDS)
+
+
+def test_a_writer_that_is_killed(world, child):
+    child.must_write()
+    child.signal(signal.SIGKILL)
+    child.must_end(10.0)
+    Pair(world).must_work()
+
+
+def test_a_writer_that_is_stopped(world, child):
+    """Its NIC goes on with what was posted, until the owner fences it."""
+    child.must_write()
+    child.signal(signal.SIGSTOP)
+    child.owner.engine.close_peer(child.peer, "silent for too long")
+    child.must_end(10.0)
+    child.owner.bytes[:] = 0xEE
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        child.owner.poll(0.1)
+    child.signal(signal.SIGCONT)
+    assert (child.owner.bytes == 0xEE).all()
+    child.must_write()
+
+
+# --- Last, for it takes a device away ---
+
+
+def test_a_device_that_is_unplugged(world):
+    """Its link goes with it. The owner, on the other device, lives."""
+    pair = Pair(world)
+    imm = pair.post(4) - 3
+    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    ip("delete", "roce1")
+    pair.must_end(["transport retry counter exceeded"])
+    pair.writer.close()
+    world.nodes.remove(pair.writer)
+    device = Path("/sys/class/infiniband/rxe1")
+    world.run(lambda: not device.exists(), SECONDS)
+    pair.writer = world.node()  # on rxe0, which is next
+    pair.connect()
+    pair.must_work()

@@ -1,0 +1,23 @@
+# On two machines: a prefiller, and a decoder that answers one prompt and prints it as JSON.
+#
+#   1: run_prefill.py <== KV over RDMA ==> 2: run_decode.py
+#      ends when    <---- port 7401 ----      it has answered
+#
+# usage: split.sh MODEL PROMPT MAX_TOKENS
+flags=(--model "$1" --dtype float32 --transport verbs --verbose)
+if [[ $NODE == 1 ]]; then
+    python run_prefill.py "${flags[@]}" --listen 10.99.0.1:7400 &
+    prefiller=$!
+    busybox nc -l -p 7401 >/dev/null &
+    wait -n
+    kill -TERM $prefiller
+    wait $prefiller
+    [[ $? == 143 ]] # as the README says of SIGTERM
+else
+    until (exec 3<>/dev/tcp/10.99.0.1/7400) 2>/dev/null; do sleep 1; done
+    python run_decode.py "${flags[@]}" --prefill 10.99.0.1:7400 --on-failure fail \
+        --raw --json --max-tokens "$3" "$2"
+    code=$?
+    exec 3<>/dev/tcp/10.99.0.1/7401
+    exit $code
+fi

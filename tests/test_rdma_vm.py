@@ -1,0 +1,56 @@
+"""RDMA for real: queue pairs of soft-RoCE, in emulated machines that `tests/rdma_vm/` boots.
+
+What is printed on the machines' consoles is shown when a test fails.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.rdma_vm.kernel import CannotBootError, cached_kernel, missing
+from tests.rdma_vm.machines import run
+from tests.tiny_models import greedy, make_tiny_llama, save_word_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+]
+
+MAX_TOKENS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> None:
+    """Where there is neither a network nor a kernel in the cache, a skip."""
+    try:
+        cached_kernel()
+    except CannotBootError as error:
+        pytest.skip(str(error))
+
+
+def test_every_transfer_test_passes_over_verbs() -> None:
+    suite = "tests/test_transfer_conformance.py"
+    run(["python", "-m", "pytest", "-k", "verbs", suite], seconds=420)
+
+
+def test_faults_end_as_the_contract_says() -> None:
+    run(["python", "-m", "pytest", "tests/rdma_vm/faults.py"], seconds=240)
+
+
+def test_two_machines_answer_as_transformers_does(tmp_path, capsys) -> None:
+    folder = save_word_tokenizer(make_tiny_llama(tmp_path / "model"))
+    prompt = [7 * i * i % 128 for i in range(100)]
+    expected = greedy(folder, prompt, MAX_TOKENS)
+    words = " ".join(f"t{token}" for token in prompt)
+    job = ["bash", "tests/rdma_vm/split.sh", str(folder), words, str(MAX_TOKENS)]
+    _, decoder = run(job, machines=2, seconds=420)
+    answer = json.loads(next(line for line in decoder.splitlines() if line.startswith("{")))
+    with capsys.disabled():
+        print(f"\n{answer['token_ids']} from two machines over {answer['transfer']['transport']}")
+        print(f"{expected} from transformers")
+    assert answer["token_ids"] == expected
+    assert answer["transfer"]["transport"] == "verbs"
+    assert answer["transfer"]["writes"] == 3 * 7 + 1
