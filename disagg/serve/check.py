@@ -29,9 +29,17 @@ from disagg.messenger.admission import MAX_PROBE_PAGES
 from disagg.messenger.messages import Message, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
+from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.auto import make_engine
-from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, TransferEngine
+from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
+from disagg.transfer.interface import (
+    ImmReached,
+    Memory,
+    MessageReceived,
+    PeerLost,
+    TransferEngine,
+    TransferError,
+)
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.
@@ -48,7 +56,11 @@ def check(arguments: argparse.Namespace, *, patience: float = PATIENCE) -> int:
     if arguments.prompts or arguments.prompts_file:
         raise UsageError("--check answers nothing; leave out the prompts")
     nbytes = MOST_BYTES + GUARD_BYTES
-    with SharedMemory(nbytes) as memory, make_engine(arguments.transport) as engine:
+    try:
+        nics, _ = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
+    except TransferError as error:
+        raise UsageError(str(error)) from error
+    with SharedMemory(nbytes) as memory, make_engine(arguments.transport, nics) as engine:
         try:
             for what, found in _rows(_Probe(engine, memory, arguments.check, patience)):
                 print(f"{what:<14}{found}", flush=True)

@@ -27,6 +27,7 @@ from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
+from disagg.transfer.auto import RdmaFlags
 from disagg.transfer.interface import TransferError
 
 
@@ -80,6 +81,7 @@ def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) 
             cache=CacheConfig(**given(CacheConfig, arguments) | layout),
             scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
             messenger=MessengerConfig(**given(MessengerConfig, arguments)),
+            rdma=RdmaFlags(**given(RdmaFlags, arguments)),
             prefillers=prefillers,
         )
         return Node(config)

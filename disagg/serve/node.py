@@ -15,6 +15,7 @@ an UNDIVIDED node has no messenger and does both by itself.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -47,7 +48,7 @@ from disagg.serve.exits import UsageError
 from disagg.serve.tokenizer import TextStream
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
-from disagg.transfer.auto import make_engine
+from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class NodeConfig:
     listen: Address | None = None
     prefillers: tuple[Address, ...] = ()
     transport: str = "auto"
+    rdma: RdmaFlags = field(default_factory=RdmaFlags)
     trace: Path | None = None
 
     def __post_init__(self) -> None:
@@ -189,7 +191,8 @@ class Node(Resource):
         )
 
     def _build_transfer(self) -> TransferEngine:
-        return make_engine(self.config.transport)
+        nics, self._poll_cpus = open_nics(self.config.transport, self.config.rdma)
+        return make_engine(self.config.transport, nics)
 
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
         memory = self._register_memory(transfer)
@@ -247,6 +250,7 @@ class Node(Resource):
 
     def _run_messenger(self) -> None:
         assert self._messenger is not None and self._transfer is not None, "nothing to run"
+        os.sched_setaffinity(0, self._poll_cpus)  # of this thread alone
         while not self._stopping.is_set():
             self._messenger.poll(1.0)
         self._messenger.close(self._failure or "the node stops")

@@ -73,8 +73,12 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
     own.add_argument(
-        "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: shm, or else tcp"
+        "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: the best there is"
     )
+    own.add_argument("--rdma-device", metavar="NAME[:PORT],...", help="RDMA NICs to use")
+    own.add_argument("--gid-index", type=int, metavar="N", help="their address")
+    own.add_argument("--nic-map", metavar="MEMORY=NAME,..;..", help="which NICs move what")
+    own.add_argument("--poll-cpu", type=int, metavar="N", help="where to poll the NICs")
     own.add_argument("--trace", type=writable, metavar="FILE", help="write a timeline of the run")
     own.add_argument("--verbose", action="store_true", help="log what the node does")
 
@@ -149,7 +153,8 @@ def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     parser = OneLineParser()
     add_node_flags(parser)
     names = vars(parser.parse_args([])).keys() - {"verbose", "trace"}
-    flags = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in sorted(names)]
+    values = {name: getattr(arguments, name) for name in sorted(names)}
+    flags = [f"--{n.replace('_', '-')}={value}" for n, value in values.items() if value is not None]
     flags += ["--verbose"] if arguments.verbose else []
     trace = arguments.trace
     return flags + ([f"--trace={trace.with_suffix('.prefiller.json')}"] if trace else [])
