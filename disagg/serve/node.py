@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,7 @@ class Node(Resource):
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._poll_cpus: Set[int] = os.sched_getaffinity(0)
         self._links = _Links(config.prefillers)
         self._kv_cache = KVCache(config.cache, self.model_config)
         self._counter = LayerCounter()
