@@ -4,8 +4,6 @@ Pure data, checked once here. Reading a checkpoint's `config.json` is `model/wei
 command lines is `serve/options.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from disagg.kv_layout import PageOrder

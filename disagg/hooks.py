@@ -14,8 +14,6 @@ until the messenger says `KVReady` (now the request's) or `KVReleased` (free); p
 job belong to the job until `ReleasePrefill`.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ HND (the default) keeps a head's K and V together, so a range of heads is one co
 bytes. In NHD a range of heads is one run for every token, for K and for V.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Frozen data. How far a request has come is the engine's business (`engine/sequen
 KV travels is the messenger's.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from dataclasses import dataclass, field

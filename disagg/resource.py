@@ -1,7 +1,5 @@
 """What has an end: a base for all that is closed when its `with` block is left, error or not."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from typing import Self

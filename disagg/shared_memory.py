@@ -1,7 +1,5 @@
 """Memory that another process can map by file descriptor: anonymous, so nothing outlives a kill."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -9,8 +9,6 @@ Times are seconds of `time.monotonic`, one clock for all processes of a host; a 
 append. `python -m disagg.trace` joins files and draws them: `trace_picture.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

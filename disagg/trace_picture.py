@@ -6,8 +6,6 @@ Times are shifted to the first file's clock: that of a decoder, which has measur
 its prefillers are behind (by the travel of a heartbeat on one host). Others are taken as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

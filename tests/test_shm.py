@@ -90,10 +90,10 @@ def test_one_poll_copies_a_bounded_amount_and_peers_take_turns(world):
 
 
 def test_a_withdrawal_between_two_batches_says_exactly_what_was_copied(world):
-    writer, owner = world.node(16 * MIB), world.node(16 * MIB)
+    writer, owner = world.node(4 * BATCH_BYTES), world.node(4 * BATCH_BYTES)
     there, _ = world.connect(writer, owner)
     writer.bytes[:] = 1
-    pages = shuffled(256, 64 * KIB)
+    pages = shuffled(4 * BATCH_BYTES // (64 * KIB), 64 * KIB)
     ticket = writer.engine.write_pages(
         there, writer.region, owner.region.descriptor, 64 * KIB, pages, pages, 1
     )
@@ -104,12 +104,12 @@ def test_a_withdrawal_between_two_batches_says_exactly_what_was_copied(world):
 
 
 def test_a_huge_write_is_a_batch_of_its_own(world):
-    writer, owner = world.node(16 * MIB), world.node(16 * MIB)
+    writer, owner = world.node(2 * BATCH_BYTES), world.node(2 * BATCH_BYTES)
     there, back = world.connect(writer, owner)
     owner.engine.expect(back, 1, 1)
+    region, nbytes = owner.region.descriptor, 2 * BATCH_BYTES
     first, second = (
-        write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 16 * MIB, 1)
-        for _ in range(2)
+        write(writer.engine, there, writer.region, 0, region, 0, nbytes, 1) for _ in range(2)
     )
     writer.bytes[:] = 1
     assert writer.poll() == [WritesDone(ticket=first)]

@@ -10,8 +10,6 @@ for ever (`KVStuck`), requests that do not fit beside them are not kept waiting.
                       '-- cancel -----> the request leaves, pages stay -'- KVReleased -> gone: free
 """
 
-from __future__ import annotations
-
 import itertools
 
 from disagg.engine.scheduler import Scheduler

@@ -14,8 +14,6 @@ frees it. A step that raises ends the engine: every counter base after it would 
 Fetched pages, and what becomes of them when a fetch fails, are `attempts.py`.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

@@ -9,8 +9,6 @@ with the transfer engine.
     counter      | 64-bit word |                                      engine adds, messenger reads
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

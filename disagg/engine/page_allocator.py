@@ -9,8 +9,6 @@ Tail slots are handed out by a second allocator of the same kind. What lies in a
           free(indices)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

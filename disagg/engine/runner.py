@@ -9,8 +9,6 @@ The last increment releases the tails, so it comes after the copies. It is made 
 in one without a tail: a step always adds `num_layers + 1`, which the messenger's arithmetic needs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

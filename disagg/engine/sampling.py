@@ -11,8 +11,6 @@ The weights stay in the order of the vocabulary: rounding errors then only shift
 where in order of size two weights that are almost equal could change places.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Sequence

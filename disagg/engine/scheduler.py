@@ -17,8 +17,6 @@ a slot computes its last chunk in that same step and needs nothing more from thi
 comes back when its writes have ended. Jobs that wait for a slot get it in order of arrival.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import secrets

@@ -12,8 +12,6 @@ A sequence is either a request that generates tokens or a prefill job that compu
 From each of them to FINISHED: cancelled, or failed.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

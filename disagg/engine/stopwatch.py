@@ -6,8 +6,6 @@
 What each time means is said once, in `request.Timings`. The clock is the engine's.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from disagg.hooks import TransferStats

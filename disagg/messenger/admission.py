@@ -4,8 +4,6 @@ Whatever would make bytes wrong is refused in Hello, by name and with both value
 never be served is refused at once, so that nobody waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for

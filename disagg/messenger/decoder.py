@@ -20,8 +20,6 @@ that takes long, so that no other waits for its pages. One thread makes every
 call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import math

@@ -15,8 +15,6 @@ will count; None if a posted write failed or its fate is unknown. What each side
 is in `prefiller.py` and `decoder.py`.
 """
 
-from __future__ import annotations
-
 import enum
 from typing import Annotated
 

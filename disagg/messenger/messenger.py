@@ -7,8 +7,6 @@
 The halves are `decoder.py` and `prefiller.py`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

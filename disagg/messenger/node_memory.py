@@ -5,8 +5,6 @@ tail_region  | slot 0: words, hidden state | ...          (kv_layout.TailLayout)
 scratch      | the pattern that a probe may ask for |
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

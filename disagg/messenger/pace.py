@@ -8,8 +8,6 @@ Each look takes Python's lock and some time of a CPU (`tests/bench/bench_messeng
 fixed short pause would cost a fifth of a core; a long one would leave finished layers lying.
 """
 
-from __future__ import annotations
-
 #: Seconds of the shortest pause.
 MIN_PAUSE = 100e-6
 #: Pause for this share of what is left of a layer; and, since none takes exactly as long as the one

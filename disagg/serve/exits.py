@@ -3,8 +3,6 @@
 Imports nothing large, so that a script is ready to be interrupted as soon as it runs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

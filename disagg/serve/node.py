@@ -12,8 +12,6 @@ Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefill
 an UNDIVIDED node has no messenger and does both by itself.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

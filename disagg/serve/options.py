@@ -3,8 +3,6 @@
 No torch here, so that `--help` and a wrong flag answer at once.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import fields
 from pathlib import Path

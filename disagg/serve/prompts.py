@@ -5,8 +5,6 @@ A file has one JSON object a line: `prompt` or `prompt_token_ids`, and any field
 before any work is done; blank ones are skipped. No torch here.
 """
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path

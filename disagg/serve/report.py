@@ -1,7 +1,5 @@
 """A finished answer as a JSON object, and the line that closes a run on a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

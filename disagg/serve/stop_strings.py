@@ -9,8 +9,6 @@ first ends the text; of two that end at the same character, the longer one. So w
 not depend on how the text was cut into pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

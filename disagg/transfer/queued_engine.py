@@ -198,7 +198,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._control.waiter.wake()
 
     def close(self) -> None:
-        """See `interface.py`. With shm, a batch under way (about a millisecond) may still land."""
+        """See `interface.py`. With shm, a batch under way (some milliseconds) may still land."""
         for links in (*self._fencing.values(), *(p.links.values() for p in self._peers.values())):
             for link in links:
                 link.close()
