@@ -1,6 +1,6 @@
 # Runs in a machine once its root is there: RDMA devices, then the job, then how it ended.
 #
-#   one machine     roce0 10.99.0.1 rxe0    roce1 10.99.1.1 rxe1    (dummy links)
+#   one machine     roce0 10.99.0.1 rxe0 === pair === roce1 10.99.1.1 rxe1
 #   two machines    eth0  10.99.0.1 rxe0 === cable === eth0 10.99.0.2 rxe0
 #
 # Tests find the devices, their ports and GID indices in RDMA_DEVICES: "rxe0/1/1 rxe1/1/1 ".
@@ -24,11 +24,32 @@ add_device() { # DEVICE LINK ADDRESS
     RDMA_DEVICES+="$1/1/$index "
 }
 
+# The kernel would keep what one of its addresses says to another to itself, over lo, where there is
+# no RDMA. So from these two the tables that know the pair are asked before the one of own addresses.
+join_pair() {
+    ip link add roce0 type veth peer name roce1 || exit
+    local i other
+    for i in all roce0 roce1; do
+        echo 1 >/proc/sys/net/ipv4/conf/$i/accept_local
+        echo 0 >/proc/sys/net/ipv4/conf/$i/rp_filter
+    done
+    for i in 0 1; do
+        other=10.99.$((1 - i)).1
+        ip rule add pref 1$i iif roce$i lookup local
+        ip rule add pref 2$i from 10.99.$i.1 to $other lookup 5$i
+    done
+    ip rule add pref 100 lookup local
+    ip rule del pref 0
+}
+
 ip link set lo up
 if [[ $MACHINES == 1 ]]; then
+    join_pair
     for i in 0 1; do
-        ip link add roce$i type dummy || exit
         add_device rxe$i roce$i 10.99.$i.1
+        # Without a table's route (while its link is down) the next rule is asked; this stays.
+        ip route add 10.99.$((1 - i)).1 dev roce$i table 5$i
+        ip route add unreachable default metric 100 table 5$i
     done
 else
     add_device rxe0 eth0 10.99.0.$NODE

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 #: Needed in the machine, each after what it stands on. Without crc32_generic, rxe refuses devices.
 MODULES = (
-    *("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "dummy"),
+    *("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_net", "veth"),
     *("crc32_generic", "rdma_rxe", "ib_uverbs", "rdma_ucm"),
 )
 #: The file that shows that a package is there, searched for as a program unless it is a path.
