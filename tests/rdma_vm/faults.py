@@ -1,8 +1,10 @@
 """Faults of RDMA devices, links and processes, on one machine with rxe0 and rxe1.
 
-                  roce1 [rxe1] writer ===== pages, imm =====> owner [rxe0] roce0
-    taken down, unplugged ^      ^ killed, stopped                ^ stopped
-                                 '- holds a wrong key, writes outside the region
+    writer [rxe1] roce1 ===== pages, imm =====> roce0 [rxe0] owner
+     ^        ^      ^
+     |        |      '- taken down, for a moment or for long
+     |        '- unplugged
+     '- killed, stopped; holds a wrong key, writes outside the region
 
 Every one ends in `PeerLost` with its cause and then `PeerFenced` on each side that is alive, with
 no byte that was not sent, and the same engines can be connected again. This needs such a machine,
@@ -35,8 +37,19 @@ PAGES = np.arange(NUM_PAGES) * PAGE_BYTES
 SECONDS = 30.0
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", "link", *arguments], check=True, timeout=SECONDS)
+def ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, timeout=SECONDS)
+
+
+def take_down(link: str) -> None:
+    ip(f"link set {link} down")
+
+
+def bring_up(link: str) -> None:
+    """With its route, which went away with it: see `guest.sh`."""
+    here = int(link[-1])
+    ip(f"link set {link} up")
+    ip(f"route replace 10.99.{1 - here}.1 dev {link} table 5{here}")
 
 
 @pytest.fixture
@@ -133,9 +146,9 @@ def test_a_link_that_goes_down_and_up(world, link):
     pair = Pair(world)
     imm = pair.post(4) - 3
     world.run(lambda: imm in pair.owner.reached, SECONDS)
-    ip("set", link, "down")
+    take_down(link)
     pair.must_end(["transport retry counter exceeded"])
-    ip("set", link, "up")
+    bring_up(link)
     pair.connect()
     pair.must_work()
 
@@ -145,8 +158,8 @@ def test_a_link_that_is_down_for_a_moment(world):
     pair = Pair(world)
     imm = pair.post(4)
     world.run(lambda: imm - 3 in pair.owner.reached, SECONDS)
-    ip("set", "roce1", "down")
-    ip("set", "roce1", "up")
+    take_down("roce1")
+    bring_up("roce1")
     world.run(lambda: imm in pair.owner.reached, SECONDS)
     assert (pair.owner.bytes == pair.writer.bytes).all()
     assert not pair.owner.of(PeerLost) + pair.writer.of(PeerLost)
@@ -252,12 +265,14 @@ def test_a_writer_that_is_stopped(world, child):
 
 
 def test_a_device_that_is_unplugged(world):
-    """Its link goes with it. The owner, on the other device, lives."""
+    """The kernel takes rxe1 away when its link leaves. The owner, on the other device, lives."""
     pair = Pair(world)
     imm = pair.post(4) - 3
     world.run(lambda: imm in pair.owner.reached, SECONDS)
-    ip("delete", "roce1")
+    ip("netns add elsewhere")
+    ip("link set roce1 netns elsewhere")
     pair.must_end(["transport retry counter exceeded"])
+    ip("-n elsewhere link set roce1 up")  # without a carrier, rxe0 would be of no use either
     pair.writer.close()
     world.nodes.remove(pair.writer)
     device = Path("/sys/class/infiniband/rxe1")
