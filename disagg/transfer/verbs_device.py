@@ -63,9 +63,9 @@ RECEIVE = 0
 #: Completions that one `poll` takes.
 POLL_COMPLETIONS = 1024
 AMAZON = 0x1D0F
-# Sent again after 4 us * 2^15 without an answer, 7 times: an error after 1 to 2 s. A receiver with
-# an empty queue is asked again after 0.16 ms, for ever (7).
-_TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 15, 7, 8, 7
+# Sent again after 4 us * 2^15 without an answer, 6 times: an error after 1 to 4 s. (7 is "for ever" to
+# soft-RoCE.) A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
+_TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 15, 6, 8, 7
 _HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
 _MEANING = {
