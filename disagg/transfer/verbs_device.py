@@ -69,6 +69,7 @@ _TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 15, 6, 8, 7
 _HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
 _MEANING = {
+    2: " (this NIC cannot send: did its link go down?)",
     4: " (this memory is not registered here)",
     5: " (the queue pair was stopped, or broke on a write that is not allowed)",
     10: " (the peer does not grant this memory: another address or key)",
