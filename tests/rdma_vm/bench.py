@@ -62,6 +62,7 @@ def reader_main(device: str, pipe) -> None:
     reader = End(device)
     pipe.send((reader.engine.listen("127.0.0.1", 0), reader.region.descriptor))
     peer = reader.wait(MessageReceived)[0].peer
+    reader.engine.send(peer, b"welcome")
     while (order := pipe.recv()) is not None:
         reader.engine.expect(peer, *order)
         pipe.send(None)
@@ -81,6 +82,7 @@ class Ours:
         address, self.target = self.pipe.recv()
         self.peer = self.writer.engine.connect(*address)
         self.writer.engine.send(self.peer, b"hello")
+        self.writer.wait(MessageReceived)
         self.imm = 0
 
     def megabytes_per_second(self, page_bytes: int, num_pages: int) -> float:
