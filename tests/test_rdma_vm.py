@@ -15,7 +15,7 @@ from tests.tiny_models import greedy, make_tiny_llama, save_word_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1000),
     pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 
@@ -33,7 +33,7 @@ def kernel() -> None:
 
 def test_every_transfer_test_passes_over_verbs() -> None:
     suite = "tests/test_transfer_conformance.py"
-    run(["python", "-m", "pytest", "-k", "verbs", suite], seconds=420)
+    run(["python", "-m", "pytest", "-k", "verbs", suite], seconds=900)
 
 
 def test_faults_end_as_the_contract_says() -> None:
@@ -46,7 +46,7 @@ def test_two_machines_answer_as_transformers_does(tmp_path, capsys) -> None:
     expected = greedy(folder, prompt, MAX_TOKENS)
     words = " ".join(f"t{token}" for token in prompt)
     job = ["bash", "tests/rdma_vm/split.sh", str(folder), words, str(MAX_TOKENS)]
-    _, decoder = run(job, machines=2, seconds=420)
+    _, decoder = run(job, machines=2, seconds=900)
     answer = json.loads(next(line for line in decoder.splitlines() if line.startswith("{")))
     with capsys.disabled():
         print(f"\n{answer['token_ids']} from two machines over {answer['transfer']['transport']}")

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -169,6 +170,22 @@ def test_a_link_that_is_down_for_a_moment(world, link):
     world.run(lambda: imm in pair.owner.reached, SECONDS)
     assert (pair.owner.bytes == pair.writer.bytes).all()
     assert not pair.owner.of(PeerLost) + pair.writer.of(PeerLost)
+
+
+def test_too_little_lockable_memory():
+    """Root is exempt from the limit by a right that `setpriv` takes away."""
+    limits = ["setpriv", "--bounding-set=-ipc_lock", "prlimit", "--memlock=65536:65536"]
+    code = (
+        "from tests.rdma_vm.faults import *; from disagg.transfer.interface import TransferError\n"
+        "try: World(verbs_maker()).node()\n"
+        "except TransferError as error: print(error)"
+    )
+    done = subprocess.run(
+        [*limits, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60.0
+    )
+    print(done.stdout)
+    for part in ("cannot register 1048576 bytes", "limit for locked memory is 65536", "ulimit -l"):
+        assert part in done.stdout
 
 
 # --- Other processes ---

@@ -43,6 +43,10 @@ class CannotBootError(Exception):
     """No machine can be booted here: one line, and what to do."""
 
 
+class WrongKernelError(Exception):
+    """What was fetched is not what apt's signed index says."""
+
+
 def missing() -> str:
     """One line: what this host lacks to boot machines and how to get it. Empty: nothing."""
     if not sys.platform.startswith("linux") or shutil.which("apt-get") is None:
@@ -66,7 +70,8 @@ def missing() -> str:
 def cached_kernel() -> Path:
     """A folder with `vmlinuz` and `modules/`, whose names are in the order to load them.
 
-    Fetched (70 MB) if apt has a newer one than the cache. CannotBootError says why it cannot be.
+    Fetched (70 MB) if apt has a newer one than the cache. CannotBootError says why it cannot be,
+    WrongKernelError that it must not be booted.
     """
     depends = _output("apt-cache", "depends", "linux-image-amd64")
     names = re.findall(r"Depends: (linux-image-\d\S+)", depends)
@@ -114,7 +119,7 @@ def _fetch(work: Path, package: str, sha256: str) -> None:
     (deb,) = work.glob("*.deb")
     got = hashlib.sha256(deb.read_bytes()).hexdigest()
     if got != sha256:
-        raise CannotBootError(f"{deb.name}: sha256 expected {sha256}, got {got}; apt-get update")
+        raise WrongKernelError(f"{deb.name}: sha256 expected {sha256}, got {got}; do not boot it")
     _output("dpkg", "-x", str(deb), str(work))
     (release,) = (path.name for path in (work / "lib/modules").iterdir())
     _output("depmod", "-b", str(work), release)

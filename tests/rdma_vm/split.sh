@@ -1,4 +1,5 @@
-# On two machines: a prefiller, and a decoder that answers one prompt and prints it as JSON.
+# On two machines: a prefiller, and a decoder that checks the path to it, answers one prompt and prints
+# that as JSON.
 #
 #   1: run_prefill.py <== KV over RDMA ==> 2: run_decode.py
 #      ends when    <---- port 7401 ----      it has answered
@@ -15,6 +16,7 @@ if [[ $NODE == 1 ]]; then
     [[ $? == 143 ]] # as the README says of SIGTERM
 else
     until (exec 3<>/dev/tcp/10.99.0.1/7400) 2>/dev/null; do sleep 1; done
+    python run_decode.py --check 10.99.0.1:7400 --transport verbs || exit
     python run_decode.py "${flags[@]}" --prefill 10.99.0.1:7400 --on-failure fail \
         --raw --json --max-tokens "$3" "$2"
     code=$?
