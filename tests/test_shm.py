@@ -295,8 +295,9 @@ def test_a_lease_that_is_no_memory_is_not_read(monkeypatch):
     """Some regular files of procfs block whoever reads them."""
     reads = []
     monkeypatch.setattr(os, "pread", lambda *what: reads.append(what) or b"")
-    with pytest.raises(OSError, match="Invalid argument"):
-        HeldLease("/proc/self/status")
+    with HeldLease("/proc/self/status") as held:
+        with pytest.raises(OSError, match="Invalid argument"):
+            held.read_grant()
     assert reads == []
 
 

@@ -78,10 +78,7 @@ class ShmMedium(Medium):
         return ShmLink(connection, self)
 
     def fits(self, info: bytes) -> bool:
-        try:
-            theirs = decode(info, _Info, "malformed opening of shm")
-        except TransferError:
-            return False
+        theirs = decode(info, _Info, "malformed opening of shm")
         return theirs.host == self.host and os.access(f"{theirs.files}/{theirs.lease}", os.R_OK)
 
 
@@ -145,8 +142,7 @@ class ShmLink(Link):
         lease = self.held_lease
         assert lease is not None, "jobs need the peer's regions, which came with its lease"
         if not lease.begin():
-            self.control.close_peer(self.peer, "the peer took its memory back")
-            return
+            raise TransferError("the peer took its memory back")
         try:
             records = self._copy_batch()
         finally:
@@ -196,7 +192,7 @@ class ShmLink(Link):
             raise TransferError(
                 f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}"
             )
-        grant = decode(lease.grant, _Grant, "malformed grant in the peer's lease")
+        grant = decode(lease.read_grant(), _Grant, "malformed grant in the peer's lease")
         if not secrets.compare_digest(grant.token, theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
         self.regions = [_map_region(files, extent) for extent in grant.regions]
