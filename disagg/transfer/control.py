@@ -9,7 +9,8 @@ The first frame each way is the opening; who connected says its own first. Its l
 the links (addresses, keys). Between `Opened` and `ready()` a link builds its own path; messages of
 both directions wait for it, so a message received means that both sides can write. Notes are what
 one link says to the other, and do not wait. A connection that opens with a key joins one that is
-open already: its socket is handed to the link that gave the key away.
+open already: its socket is handed to the link that gave the key away. Who dials for it is a link
+of the other side (`dial_again`), and says the key itself.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a link waits for, it watches on the same `waiter`.

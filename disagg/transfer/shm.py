@@ -79,7 +79,9 @@ class ShmMedium(Medium):
 
     def fits(self, info: bytes) -> bool:
         theirs = decode(info, _Info, "malformed opening of shm")
-        return theirs.host == self.host and os.access(f"{theirs.files}/{theirs.lease}", os.R_OK)
+        return theirs.host == self.host and os.access(
+            f"/proc/{theirs.pid}/fd/{theirs.lease}", os.R_OK
+        )
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -89,10 +91,6 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     pid: int
     lease: int
     token: bytes
-
-    @property
-    def files(self) -> str:
-        return f"/proc/{self.pid}/fd"
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -125,7 +123,8 @@ class ShmLink(Link):
             )
         try:
             # Held open, it stays this process's: another one that gets the number is not seen.
-            folder = os.open(theirs.files, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            path = f"/proc/{theirs.pid}/fd"
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 self._map(theirs, f"/proc/self/fd/{folder}")
             finally:
