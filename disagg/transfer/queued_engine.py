@@ -27,6 +27,7 @@ from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
 
+#: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
 OPENING_TIMEOUT_SECONDS = 3.0
 
@@ -52,7 +53,7 @@ class _Peer:
 
 class QueuedEngine(interface.TransferEngine, Resource):
     """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
-    engines. `clock` counts seconds; it times openings and the looks at a fence."""
+    engines. `clock` counts seconds; it times openings."""
 
     def __init__(
         self,
@@ -71,9 +72,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._peers: dict[Peer, _Peer] = {}
         self._open: dict[Ticket, Job] = {}
         self._last_ticket = 0
-        self._clock = clock
         self._fencing: dict[Peer, list[Link]] = {}  # lost, not fenced yet
-        self._next_look = 0.0
         self._events: list[Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
@@ -257,16 +256,11 @@ class QueuedEngine(interface.TransferEngine, Resource):
         if lost.announced:
             self._events.append(interface.PeerLost(peer=lost.peer, why=lost.why))
             self._fencing[lost.peer] = links
-            self._next_look = self._clock()
         else:  # nobody waits for the fence of a stranger
             for link in links:
                 link.close()
 
     def _look_at_fences(self) -> None:
-        """Every `FENCE_INTERVAL_SECONDS`, and when a peer is lost."""
-        if not self._fencing or self._clock() < self._next_look:
-            return
-        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
         for peer, links in list(self._fencing.items()):
             if all(link.is_fenced() for link in links):
                 for link in self._fencing.pop(peer):
