@@ -142,7 +142,7 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
     assert kind_of_link(world, dialler, listener) is TcpLink
     for each in world.nodes:
         (connection,) = each.engine._control._connections.values()
-        assert connection.key == b""
+        assert not connection.joins
         assert len(each.engine._peers) == 1
     # Of each: memory and its mapping, epoll, eventfd, two connections; and one listener.
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2 * 6 + 1

@@ -29,7 +29,6 @@ from disagg.transfer.interface import (
 )
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
 from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.queued_engine import FENCE_INTERVAL_SECONDS
 from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, host_identity
 from tests.engines import OpeningControl, shm_engine, write
 from tests.test_transfer_conformance import KIB, MIB, World, noise, shuffled
@@ -295,8 +294,9 @@ def test_a_lease_that_is_no_memory_is_not_read(monkeypatch):
     """Some regular files of procfs block whoever reads them."""
     reads = []
     monkeypatch.setattr(os, "pread", lambda *what: reads.append(what) or b"")
-    with pytest.raises(OSError, match="Invalid argument"):
-        HeldLease("/proc/self/status")
+    with HeldLease("/proc/self/status") as held:
+        with pytest.raises(OSError, match="Invalid argument"):
+            held.read_grant()
     assert reads == []
 
 
@@ -312,26 +312,15 @@ def test_a_writer_whose_lease_is_revoked_takes_the_peer_for_lost(world):
     assert not owner.bytes.any()
 
 
-def test_fences_are_looked_at_on_a_timer(world):
-    """A held lock costs one look each interval, not one each poll."""
-
-    class Clock:
-        now = 50.0
-
-        def __call__(self):
-            return self.now
-
-    clock = Clock()
-    writer, owner = world.node(), world.node(clock=clock)
+def test_a_held_lock_holds_the_fence_up_and_each_poll_looks(world):
+    writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
     held = writer.engine._peers[there].link.held_lease
     assert held.begin()
     owner.engine.close_peer(back, "enough")
     owner.poll()
-    owner.poll()
-    held.end()
     assert owner.poll() == []
-    clock.now += FENCE_INTERVAL_SECONDS
+    held.end()
     assert owner.poll() == [PeerFenced(peer=back)]
     assert not held.begin()
 

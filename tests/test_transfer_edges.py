@@ -112,7 +112,8 @@ def test_a_lease_that_cannot_be_read_leaks_no_descriptor(path):
     before = open_descriptors()
     for _ in range(10):
         with pytest.raises((OSError, ValueError)):
-            HeldLease(path)
+            with HeldLease(path) as held:
+                held.read_grant()
     assert open_descriptors() == before
 
 

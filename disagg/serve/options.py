@@ -13,7 +13,7 @@ from disagg.kv_layout import PageOrder
 from disagg.serve.exits import EXIT_USAGE, UsageError
 from disagg.transfer.auto import TRANSPORTS
 from disagg.transfer.interface import TransferError
-from disagg.transfer.sockets import open_listener
+from disagg.transfer.wire import open_listener
 
 #: Of a flag that is a time.
 SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}

@@ -9,7 +9,8 @@ The first frame each way is the opening; who connected says its own first. Its l
 the links (addresses, keys). Between `Opened` and `ready()` a link builds its own path; messages of
 both directions wait for it, so a message received means that both sides can write. Notes are what
 one link says to the other, and do not wait. A connection that opens with a key joins one that is
-open already: its socket is handed to the link that gave the key away.
+open already: its socket is handed to the link that gave the key away. Who dials for it is a link
+of the other side (`dial_again`), and says the key itself.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a link waits for, it watches on the same `waiter`.
@@ -21,11 +22,19 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from disagg.transfer.interface import MessageReceived, Peer
+from disagg.transfer.interface import MessageReceived, Peer, TransferError
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
-from disagg.transfer.sockets import dial, open_listener, reason_of, resolve
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
-from disagg.transfer.wire import CHECK, READ_BYTES, Wire, WireError, framed
+from disagg.transfer.wire import (
+    CHECK,
+    READ_BYTES,
+    Wire,
+    dial,
+    framed,
+    open_listener,
+    reason_of,
+    resolve,
+)
 
 MAX_MESSAGE_BYTES = 16 << 20
 #: What a peer that does not read may leave with us before it counts as dead.
@@ -71,22 +80,16 @@ Take = Callable[[socket.socket], None]
 
 @dataclass(kw_only=True, eq=False)
 class _Connection(Wire):
-    """`take_socket` gets what joins it by `key`; or itself, if it was made to join `joins`."""
+    """`joins`: by key, what takes a socket that joins it. `deadline`: none once it is ready and
+    announced, since the user watches its silence then."""
 
     peer: Peer
+    announced: bool
     deadline: float
     opened: bool = False
     ready: bool = False
-    announced: bool = False
     waiting: bytearray = field(default_factory=bytearray)
-    joins: Peer | None = None
-    key: bytes = b""
-    take_socket: Take | None = None
-
-    @property
-    def introduced(self) -> bool:
-        """Whether the user knows of it and watches its silence."""
-        return self.ready and self.announced
+    joins: dict[bytes, Take] = field(default_factory=dict)
 
 
 class Control:
@@ -118,6 +121,8 @@ class Control:
 
         def let_flow(connection: _Connection) -> None:
             connection.ready = True
+            if connection.announced:
+                connection.deadline = math.inf
             connection.unsent += connection.waiting
             connection.waiting.clear()
             self._parse(connection)
@@ -130,17 +135,25 @@ class Control:
 
     def expect_join(self, peer: Peer, take: Take) -> bytes:
         """The key by which the other side may join an open peer, once; `take` gets the socket."""
-        connection = self._connections[peer]
-        connection.key, connection.take_socket = secrets.token_bytes(KEY_BYTES), take
-        return connection.key
+        key = secrets.token_bytes(KEY_BYTES)
+        self._connections[peer].joins[key] = take
+        return key
 
-    def join(self, peer: Peer, key: bytes, take: Take) -> None:
-        """A second connection to the host and port of an open peer; `take` gets it. OSError."""
+    def dial_again(self, peer: Peer) -> Wire:
+        """A second connection to the host and port of an open peer, the caller's own. OSError."""
         first = self._connections[peer]
         tcp = dial(first.socket.family, first.socket.getpeername())
-        second = self._add(tcp, first.address, connected=False)
-        second.joins, second.take_socket = peer, take
-        self._say(second.peer, key)
+        return Wire(socket=tcp, address=first.address, connected=False)
+
+    def guard(self, peer: Peer, step: Callable[[], None]) -> None:
+        """Run a step of the peer's link, and end the connection if it fails."""
+        try:
+            step()
+        except (TransferError, ValueError) as broken:
+            self.close_peer(peer, str(broken))
+        except OSError as error:
+            why = f"the path for writes broke: {reason_of(error)}"
+            self.close_after_reading(peer, why)
 
     def send_note(self, peer: Peer, data: bytes) -> None:
         """To the peer's link, also before `ready`. Lost: dropped."""
@@ -154,7 +167,7 @@ class Control:
                 if not connection.ready or not connection.read():
                     break
                 self._parse(connection)
-            raise WireError(why)
+            raise TransferError(why)
 
         self._step(peer, read_out)
 
@@ -171,31 +184,24 @@ class Control:
         """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
         where = f"{host}:{port}"
         try:
-            connection = self._add(dial(*resolve(host, port)), where, connected=False)
+            return self._add(dial(*resolve(host, port)), where, connected=False)
         except OSError as error:
             self._last_peer += 1
             why = f"cannot connect to {where}: {reason_of(error)}; {CHECK}"
             self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
             return self._last_peer
-        connection.announced = True
-        return connection.peer
 
     def open(self, peer: Peer, offers: dict[str, bytes]) -> None:
         """Say our opening: after `connect`, or in answer to `Opened`. Lost: no-op."""
-        self._say(peer, Opening(self._epoch, offers))
+        frame = framed(encode_opening(Opening(self._epoch, offers)))
+        self._queue(peer, frame, at_once=True)
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
         connection = self._connections.pop(peer, None)
-        if connection is None:
-            return
-        self.waiter.close_socket(connection.socket)
-        if connection.joins is not None:
-            self.close_peer(connection.joins, why)
-            return
-        self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
-        for other in [c.peer for c in self._connections.values() if c.joins == peer]:
-            self.close_peer(other, why)
+        if connection is not None:
+            self.waiter.close_socket(connection.socket)
+            self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
 
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
@@ -212,7 +218,7 @@ class Control:
             timeout = 0.0
         if self._listener is not None and self._clock() >= self._accept_at:
             self._watch_listener(self._listener)
-        deadlines = [c.deadline for c in self._connections.values() if not c.introduced]
+        deadlines = [connection.deadline for connection in self._connections.values()]
         left = min([self._accept_at, *deadlines]) - self._clock()
         self.waiter.wait(max(0.0, min(timeout, left)))
         taken, self._events = self._events, []
@@ -246,23 +252,19 @@ class Control:
         tcp.setblocking(False)
         self._add(tcp, f"{host}:{port}", connected=True)
 
-    def _add(self, tcp: socket.socket, address: str, *, connected: bool) -> _Connection:
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _add(self, tcp: socket.socket, address: str, *, connected: bool) -> Peer:
         self._last_peer += 1
         connection = _Connection(
             peer=self._last_peer,
             socket=tcp,
             address=address,
+            announced=not connected,
             deadline=self._clock() + self._timeout,
             connected=connected,
         )
         self._connections[connection.peer] = connection
         self._watch(connection)
-        return connection
-
-    def _say(self, peer: Peer, opening: Opening | bytes) -> None:
-        frame = framed(encode_opening(opening))
-        self._step(peer, lambda connection: connection.unsent.extend(frame))
+        return connection.peer
 
     def _queue(self, peer: Peer, frame: bytes, *, at_once: bool = False) -> None:
         def put(connection: _Connection) -> None:
@@ -270,7 +272,7 @@ class Control:
             queue = connection.unsent if flows else connection.waiting
             queue += frame
             if len(queue) > MAX_UNSENT_BYTES:
-                raise WireError(f"{connection.address} does not read: {len(queue)} bytes wait")
+                raise TransferError(f"{connection.address} does not read: {len(queue)} bytes wait")
 
         self._step(peer, put)
 
@@ -282,13 +284,11 @@ class Control:
         try:
             act(connection)
             connection.flush()
-        except WireError as error:
+        except TransferError as error:
             self.close_peer(peer, str(error))
-        if not self.is_open(peer):
-            return  # lost, or handed over
-        if connection.joins is not None and connection.connected and not connection.unsent:
-            self._hand_over(connection, connection)
-        else:
+        except OSError as error:
+            self.close_peer(peer, f"connection to {connection.address} broke: {reason_of(error)}")
+        if self.is_open(peer):  # neither lost nor handed over
             self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
@@ -314,9 +314,9 @@ class Control:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
         while self.is_open(peer):
-            if connection.opened and not (connection.ready or connection.has_note):
-                return
-            taken = connection.take(MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES)
+            held = connection.opened and not connection.ready
+            limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
+            taken = connection.take(limit, notes_only=held)
             if taken is None:
                 return
             frame, is_note = taken
@@ -325,41 +325,36 @@ class Control:
             elif is_note:
                 self._events.append(NoteReceived(peer=peer, data=frame))
             else:
-                connection.announced = True
+                connection.announced, connection.deadline = True, math.inf
                 self._events.append(MessageReceived(peer=peer, data=frame))
 
     def _on_opening(self, connection: _Connection, frame: bytes) -> None:
+        peer = connection.peer
         try:
             opening = decode_opening(frame, self._transports)
         except ValueError as error:
             if not connection.announced:  # it called: our answer shows it why this is the end
-                self.open(connection.peer, dict.fromkeys(self._transports, b""))
-            raise WireError(f"{connection.address} sent {error}") from error
+                self.open(peer, dict.fromkeys(self._transports, b""))
+            raise TransferError(f"{connection.address} sent {error}") from error
         if isinstance(opening, Opening):
             connection.opened = True
-            opened = Opened(peer=connection.peer, epoch=opening.epoch, offers=opening.offers)
+            opened = Opened(peer=peer, epoch=opening.epoch, offers=opening.offers)
             self._events.append(opened)
             return
-        first = next((c for c in self._connections.values() if c.key == opening != b""), None)
-        if first is None:
-            raise WireError(f"{connection.address} joins nothing that is open")
-        first.key = b""
-        self._hand_over(connection, first)
-
-    def _hand_over(self, connection: _Connection, to: _Connection) -> None:
-        assert to.take_socket is not None, "a key or a dial comes with who takes the socket"
-        self.waiter.unwatch(connection.socket.fileno())
-        del self._connections[connection.peer]
-        to.take_socket(connection.socket)
+        for first in self._connections.values():
+            if opening in first.joins:
+                self.waiter.unwatch(connection.socket.fileno())
+                del self._connections[peer]
+                first.joins.pop(opening)(connection.socket)
+                return
+        raise TransferError(f"{connection.address} joins nothing that is open")
 
     def _end_late_openings(self) -> None:
         now = self._clock()
         for connection in list(self._connections.values()):
-            if not connection.introduced and now >= connection.deadline:
+            if now >= connection.deadline:
                 step = "sent no opening" if connection.connected else "did not answer"
                 if connection.opened:
                     step = "opened, but the path for writes did not come up"
-                if connection.ready:
-                    step = "opened, but said nothing"
                 why = f"{connection.address} {step} within {self._timeout:g} s; {CHECK}"
                 self.close_peer(connection.peer, why)

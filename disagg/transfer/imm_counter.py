@@ -20,11 +20,12 @@ class _Expectation:
 
 
 class ImmCounter:
-    """Each imm is expected at most once in a counter's life, from one peer."""
+    """Each imm is expected at most once in a counter's life, from one peer. `reached` waits for
+    `take_reached`."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Expectation] = {}
-        self._reached: list[int] = []
+        self.reached: list[int] = []
         self._last_imm = -1
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -58,13 +59,12 @@ class ImmCounter:
     def forget(self, imm: int) -> None:
         """Drop what arrived and what will arrive. Unknown: no-op."""
         self._waiting.pop(imm, None)
-        if imm in self._reached:
-            self._reached.remove(imm)
+        if imm in self.reached:
+            self.reached.remove(imm)
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""
-        for imm in [imm for imm, waiting in self._waiting.items() if waiting.peer == peer]:
-            del self._waiting[imm]
+        self._waiting = {imm: e for imm, e in self._waiting.items() if e.peer != peer}
 
     def count(self, peer: Peer, imm: int, arrivals: int = 1) -> None:
         """Count arrivals. Those nobody waits for, or from another peer, are dropped."""
@@ -75,10 +75,10 @@ class ImmCounter:
 
     def take_reached(self) -> list[int]:
         """The imms reached since the last call, in that order; each is returned once."""
-        reached, self._reached = self._reached, []
+        reached, self.reached = self.reached, []
         return reached
 
     def _settle(self, imm: int, expectation: _Expectation) -> None:
         if expectation.arrived >= expectation.count:
             del self._waiting[imm]
-            self._reached.append(imm)
+            self.reached.append(imm)

@@ -194,19 +194,6 @@ class TransferEngine(Protocol):
         """Close every connection and registration. May be called twice."""
 
 
-def check_pages(page_bytes: int, src_offsets: Offsets, dst_offsets: Offsets, imm: int) -> None:
-    """What is wrong whatever the regions are. TransferError."""
-    if not 0 <= imm <= MAX_IMM:
-        raise TransferError(f"imm: expected 0 to {MAX_IMM}, got {imm}")
-    if page_bytes < 1:
-        raise TransferError(f"a write has at least 1 byte, got {page_bytes}")
-    if len(src_offsets) != len(dst_offsets) or len(src_offsets) == 0:
-        raise TransferError(
-            "offsets: expected one destination for each source and at least one,"
-            f" got {len(src_offsets)} sources and {len(dst_offsets)} destinations"
-        )
-
-
 def check_offsets(what: str, offsets: Offsets, page_bytes: int, region_bytes: int) -> None:
     """Every page lies inside the region, or TransferError names the first that does not."""
     wrong = np.flatnonzero((offsets < 0) | (offsets > region_bytes - page_bytes))

@@ -43,7 +43,7 @@ class Lease(Descriptor):
 class OpenFile(Descriptor):
     """A regular file at a path. OSError; ValueError for something else, which is not opened."""
 
-    def __init__(self, path: str, how: int) -> None:
+    def __init__(self, path: str, how: int = os.O_RDONLY) -> None:
         # The path may name something else at any time: what is looked at is what is opened.
         found = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -57,15 +57,11 @@ class OpenFile(Descriptor):
 class HeldLease(OpenFile):
     """The writer's side: the owner's file, by a path to it."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, os.O_RDONLY)
-        try:
-            # Fails for all but memory: reading other regular files (of procfs) may never return.
-            fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
-            self.grant = os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
-        except BaseException:
-            self.close()
-            raise
+    def read_grant(self) -> bytes:
+        """What the owner wrote into it. OSError."""
+        # Fails for all but memory: reading other regular files (of procfs) may never return.
+        fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
+        return os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""

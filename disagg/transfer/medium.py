@@ -22,7 +22,6 @@ import numpy.typing as npt
 from disagg.kv_layout import Offsets
 from disagg.transfer.control import Control
 from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
-from disagg.transfer.sockets import reason_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -123,13 +122,7 @@ class Link(ABC):
 
     def guard(self, step: Callable[[], None]) -> None:
         """Run a step, and end the connection if it fails."""
-        try:
-            step()
-        except (TransferError, ValueError) as broken:
-            self.control.close_peer(self.peer, str(broken))
-        except OSError as error:
-            why = f"the path for writes broke: {reason_of(error)}"
-            self.control.close_after_reading(self.peer, why)
+        self.control.guard(self.peer, step)
 
 
 class Medium(ABC):
@@ -147,7 +140,8 @@ class Medium(ABC):
         """A link for a new connection. OSError."""
 
     def fits(self, info: bytes) -> bool:
-        """Whether a peer with this opening can be reached; asked if there is another way."""
+        """Whether a peer with this opening can be reached; asked if there is another way.
+        TransferError for what no peer says."""
         return bool(info)
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)

@@ -26,8 +26,8 @@ from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
-from disagg.transfer.sockets import reason_of
 
+#: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
 OPENING_TIMEOUT_SECONDS = 3.0
 
@@ -53,7 +53,7 @@ class _Peer:
 
 class QueuedEngine(interface.TransferEngine, Resource):
     """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
-    engines. `clock` counts seconds; it times openings and the looks at a fence."""
+    engines. `clock` counts seconds; it times openings."""
 
     def __init__(
         self,
@@ -72,9 +72,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._peers: dict[Peer, _Peer] = {}
         self._open: dict[Ticket, Job] = {}
         self._last_ticket = 0
-        self._clock = clock
         self._fencing: dict[Peer, list[Link]] = {}  # lost, not fenced yet
-        self._next_look = 0.0
         self._events: list[Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
@@ -95,7 +93,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
     def connect(self, host: str, port: int) -> Peer:
         self._started = True
         peer = self._control.connect(host, port)
-        self._offer(peer, self._media, outgoing=True)
+        self._control.guard(peer, partial(self._offer, peer, self._media, outgoing=True))
         return peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
@@ -117,7 +115,12 @@ class QueuedEngine(interface.TransferEngine, Resource):
         dst_offsets: Offsets,
         imm: int,
     ) -> Ticket:
-        interface.check_pages(page_bytes, src_offsets, dst_offsets, imm)
+        pairs = len(src_offsets), len(dst_offsets)
+        if not 0 <= imm <= interface.MAX_IMM or page_bytes < 1 or not pairs[0] == pairs[1] > 0:
+            raise TransferError(
+                "a write: expected an imm of 32 bits, at least 1 byte, and one destination for each"
+                f" source, got imm {imm}, {page_bytes} bytes, {pairs[1]} for {pairs[0]} sources"
+            )
         own = _find("source", src.descriptor, self._epoch, len(self._views))
         interface.check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
         self._last_ticket += 1
@@ -173,16 +176,15 @@ class QueuedEngine(interface.TransferEngine, Resource):
             for end in known.link.take_ended():
                 del self._open[end.ticket]
                 self._events.append(end)
-        self._look_at_fences()
-        self._take_reached()
-        if self._events or any(known.link.can_post() for known in self._peers.values()):
+        can_post = any(known.link.can_post() for known in self._peers.values())
+        if can_post or self._events or self._counter.reached:
             timeout = 0.0
         elif self._fencing:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
         for event in self._control.poll(timeout):
             match event:
                 case Opened():
-                    self._on_opened(event)
+                    self._control.guard(event.peer, partial(self._on_opened, event))
                 case NoteReceived():
                     link = self._peers[event.peer].link
                     link.guard(partial(link.take_note, event.data))
@@ -190,9 +192,10 @@ class QueuedEngine(interface.TransferEngine, Resource):
                     self._on_lost(event)
                 case _:
                     self._events.append(event)
-        self._take_reached()
+        self._look_at_fences()
+        reached = [interface.ImmReached(imm=imm) for imm in self._counter.take_reached()]
         taken, self._events = self._events, []
-        return taken
+        return [*reached, *taken]  # what is reached was reached before its peer was lost
 
     def wake(self) -> None:
         self._control.waiter.wake()
@@ -205,8 +208,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._control.close()
         for medium in self._media:
             medium.close()
-        self._peers, self._open, self._fencing = {}, {}, {}
-        self._media, self._views, self._events = [], [], []
+        self._peers, self._fencing, self._media = {}, {}, []
 
     def __del__(self) -> None:
         """Forgotten by its owner. Left to itself, Python would close what it holds in any order."""
@@ -214,71 +216,51 @@ class QueuedEngine(interface.TransferEngine, Resource):
             self.close()
 
     def _offer(self, peer: Peer, media: Sequence[Medium], *, outgoing: bool) -> None:
-        """Make a link of each of the media, and say so in our opening. Lost: no-op."""
-        if not self._control.is_open(peer):
-            return
+        """Make a link of each of the media, and say so in our opening. OSError."""
         arrived = partial(self._counter.count, peer)
-        connection = Connection(
-            control=self._control, peer=peer, arrived=arrived, outgoing=outgoing
-        )
-        try:
-            links = {medium.name: medium.link(connection) for medium in media}
-        except OSError as error:  # no descriptors left
-            self._control.close_peer(peer, f"cannot make a path for writes: {reason_of(error)}")
-            return
+        end = Connection(control=self._control, peer=peer, arrived=arrived, outgoing=outgoing)
+        links = {medium.name: medium.link(end) for medium in media}
         self._peers[peer] = _Peer(links=links)
         self._control.open(peer, {name: link.info for name, link in links.items()})
 
     def _on_opened(self, opened: Opened) -> None:
         """Whoever was called chooses among what is offered; the answer offers that alone."""
         peer, offers = opened.peer, opened.offers
+        if not self._control.is_open(peer):
+            return  # lost in the same poll
         *better, last = (medium for medium in self._media if medium.name in offers)
         chosen = next((medium for medium in better if medium.fits(offers[medium.name])), last)
         if peer not in self._peers:
             self._offer(peer, [chosen], outgoing=False)
-        if not self._control.is_open(peer):
-            return  # lost in the same poll
         known = self._peers[peer]
         for name in known.links.keys() - {chosen.name}:
             known.links.pop(name).close()
         known.epoch = opened.epoch
-        known.link.guard(lambda: known.link.start(offers[chosen.name]))
+        known.link.start(offers[chosen.name])
 
     def _post_next(self) -> None:
         """Post for the peer that has waited longest, if any has something to post."""
         for peer, known in self._peers.items():
             if self._control.is_open(peer) and known.link.can_post():
                 self._peers[peer] = self._peers.pop(peer)  # to the end: peers take turns
-                known.link.post()
+                known.link.guard(known.link.post)
                 return
 
-    def _take_reached(self) -> None:
-        self._events += [interface.ImmReached(imm=imm) for imm in self._counter.take_reached()]
-
     def _on_lost(self, lost: Lost) -> None:
-        known = self._peers.pop(lost.peer, None)
-        links = [] if known is None else list(known.links.values())
+        links = list(self._peers.pop(lost.peer, _Peer(links={})).links.values())
         for link in links:
             link.take_arrivals()
             link.revoke()
-        self._take_reached()
         self._counter.forget_peer(lost.peer)
-        for ticket in [ticket for ticket, job in self._open.items() if job.peer == lost.peer]:
-            del self._open[ticket]
+        self._open = {t: job for t, job in self._open.items() if job.peer != lost.peer}
         if lost.announced:
             self._events.append(interface.PeerLost(peer=lost.peer, why=lost.why))
             self._fencing[lost.peer] = links
-            self._next_look = self._clock()
-            self._look_at_fences()
         else:  # nobody waits for the fence of a stranger
             for link in links:
                 link.close()
 
     def _look_at_fences(self) -> None:
-        """Every `FENCE_INTERVAL_SECONDS`, and when a peer is lost."""
-        if not self._fencing or self._clock() < self._next_look:
-            return
-        self._next_look = self._clock() + FENCE_INTERVAL_SECONDS
         for peer, links in list(self._fencing.items()):
             if all(link.is_fenced() for link in links):
                 for link in self._fencing.pop(peer):

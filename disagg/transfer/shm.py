@@ -78,11 +78,10 @@ class ShmMedium(Medium):
         return ShmLink(connection, self)
 
     def fits(self, info: bytes) -> bool:
-        try:
-            theirs = decode(info, _Info, "malformed opening of shm")
-        except TransferError:
-            return False
-        return theirs.host == self.host and os.access(f"{theirs.files}/{theirs.lease}", os.R_OK)
+        theirs = decode(info, _Info, "malformed opening of shm")
+        return theirs.host == self.host and os.access(
+            f"/proc/{theirs.pid}/fd/{theirs.lease}", os.R_OK
+        )
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -92,10 +91,6 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     pid: int
     lease: int
     token: bytes
-
-    @property
-    def files(self) -> str:
-        return f"/proc/{self.pid}/fd"
 
 
 class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -128,7 +123,8 @@ class ShmLink(Link):
             )
         try:
             # Held open, it stays this process's: another one that gets the number is not seen.
-            folder = os.open(theirs.files, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            path = f"/proc/{theirs.pid}/fd"
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 self._map(theirs, f"/proc/self/fd/{folder}")
             finally:
@@ -145,8 +141,7 @@ class ShmLink(Link):
         lease = self.held_lease
         assert lease is not None, "jobs need the peer's regions, which came with its lease"
         if not lease.begin():
-            self.control.close_peer(self.peer, "the peer took its memory back")
-            return
+            raise TransferError("the peer took its memory back")
         try:
             records = self._copy_batch()
         finally:
@@ -196,7 +191,7 @@ class ShmLink(Link):
             raise TransferError(
                 f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}"
             )
-        grant = decode(lease.grant, _Grant, "malformed grant in the peer's lease")
+        grant = decode(lease.read_grant(), _Grant, "malformed grant in the peer's lease")
         if not secrets.compare_digest(grant.token, theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
         self.regions = [_map_region(files, extent) for extent in grant.regions]

@@ -17,13 +17,16 @@ posting, and what is not posted can be withdrawn.
 
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
-from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
+from disagg.transfer.interface import Memory, Ticket, WritesDone
 from disagg.transfer.medium import Bytes, Connection, Link, Medium, decode
+from disagg.transfer.opening import encode_opening
 from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
 from disagg.transfer.waiter import READABLE, WRITABLE
+from disagg.transfer.wire import Wire, framed
 
 #: Read at most when a connection has ended, of what came before.
 LAST_BYTES = 16 << 20
@@ -54,7 +57,7 @@ class TcpMedium(Medium):
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """In the opening: the key for the data connection (of who is called), sizes of our regions."""
 
-    key: bytes | None
+    key: bytes
     region_bytes: list[int]
 
 
@@ -63,7 +66,7 @@ class TcpLink(Link):
 
     def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
         super().__init__(connection)
-        key = None if self.outgoing else self.control.expect_join(self.peer, self._take)
+        key = b"" if self.outgoing else self.control.expect_join(self.peer, self._take)
         self.info = msgspec.msgpack.encode(_Info(key, [region.nbytes for region in regions]))
         self._reader = FrameReader(regions, connection.arrived)
         self._send = send
@@ -75,11 +78,12 @@ class TcpLink(Link):
         """Dial for the data connection, or wait for it."""
         theirs = decode(info, _Info, "malformed opening of tcp")
         self.region_bytes = theirs.region_bytes
-        if not self.outgoing:
-            return
-        if theirs.key is None:
-            raise TransferError("malformed opening of tcp: expected a key")
-        self.control.join(self.peer, theirs.key, self._take)
+        if self.outgoing:
+            wire = self.control.dial_again(self.peer)
+            wire.unsent += framed(encode_opening(theirs.key))
+            self._data, self._blocked = wire.socket, True
+            greet = partial(self.guard, partial(self._greet, wire))
+            self.control.waiter.watch(wire.socket.fileno(), WRITABLE, lambda _events: greet())
 
     def can_post(self) -> bool:
         able = self._data is not None and not self._blocked
@@ -87,39 +91,6 @@ class TcpLink(Link):
 
     def post(self) -> None:
         """Send about a frame, or what the kernel takes."""
-        self.guard(self._post)
-
-    def end(self, ticket: Ticket) -> None:
-        if self._frame is not None:
-            self._frame.ends.append(ticket)
-        else:
-            super().end(ticket)
-
-    def take_arrivals(self) -> None:
-        self.guard(lambda: self._receive(LAST_BYTES))
-
-    def close(self) -> None:
-        self.control.waiter.close_socket(self._data)
-        self._data = None
-
-    def _take(self, data: socket.socket) -> None:
-        self._data = data
-        self._watch()
-        self.control.ready(self.peer)
-
-    def _watch(self) -> None:
-        assert self._data is not None, "watched only while it is there"
-        events = READABLE | (WRITABLE if self._blocked else 0)
-        self.control.waiter.watch(self._data.fileno(), events, self._on_data)
-
-    def _on_data(self, events: int) -> None:
-        if self._blocked and events & ~READABLE:
-            self._blocked = False
-            self._watch()
-        if events & ~WRITABLE:
-            self.guard(lambda: self._receive(FRAME_BYTES))
-
-    def _post(self) -> None:
         budget = FRAME_BYTES
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
@@ -140,19 +111,48 @@ class TcpLink(Link):
                 self._blocked = True
                 self._watch()
 
+    def end(self, ticket: Ticket) -> None:
+        if self._frame is not None:
+            self._frame.ends.append(ticket)
+        else:
+            super().end(ticket)
+
+    def take_arrivals(self) -> None:
+        self.guard(lambda: self._receive(LAST_BYTES))
+
+    def close(self) -> None:
+        self.control.waiter.close_socket(self._data)
+        self._data = None
+
+    def _greet(self, wire: Wire) -> None:
+        """Connected, or not. The key is short: a new connection takes it at once."""
+        wire.finish_connect()
+        wire.flush()
+        self._take(wire.socket)
+
+    def _take(self, data: socket.socket) -> None:
+        self._data, self._blocked = data, False
+        self._watch()
+        self.control.ready(self.peer)
+
+    def _watch(self) -> None:
+        assert self._data is not None, "watched only while it is there"
+        events = READABLE | (WRITABLE if self._blocked else 0)
+        self.control.waiter.watch(self._data.fileno(), events, self._on_data)
+
+    def _on_data(self, events: int) -> None:
+        if self._blocked and events & ~READABLE:
+            self._blocked = False
+            self._watch()
+        if events & ~WRITABLE:
+            self.guard(lambda: self._receive(FRAME_BYTES))
+
     def _receive(self, budget: int) -> None:
         while budget > 0 and self._data is not None:
             try:
                 nbytes = self._reader.receive(self._data)
             except BlockingIOError:
                 return
-            except (TransferError, OSError):
-                self.close()
-                raise
-            budget -= nbytes + CALL_BYTES
             if not nbytes:
-                self.close()
-                where = "" if self._reader.is_between_frames else " in the middle of a frame"
-                self.control.close_after_reading(
-                    self.peer, f"the peer closed the data connection{where}"
-                )
+                raise OSError("the peer closed the data connection")
+            budget -= nbytes + CALL_BYTES

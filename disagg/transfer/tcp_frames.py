@@ -79,15 +79,11 @@ class FrameReader:
         self._head_bytes, self._wanted = 0, HEADER.size
         self._pages: _Pages | None = None
 
-    @property
-    def is_between_frames(self) -> bool:
-        return self._pages is None and self._head_bytes == 0
-
     def receive(self, data: socket.socket) -> int:
         """Take what one system call gives; number of bytes, 0 at the end of the stream.
 
-        BlockingIOError if there is nothing. TransferError for a frame that is wrong,
-        of which nothing was written; then do not call again.
+        BlockingIOError if there is nothing. TransferError for a frame that is wrong, of which
+        nothing was written; what follows it is not read either (0, as at the end).
         """
         if self._pages is None:
             nbytes = data.recv_into(self._head[self._head_bytes : self._wanted])
@@ -107,16 +103,13 @@ class FrameReader:
     def _take_head(self) -> None:
         """The header is here, or the offsets behind it too."""
         region, _, count, write_bytes = HEADER.unpack_from(self._head)
+        regions = len(self._regions)
         if self._wanted == HEADER.size:
-            if region >= len(self._regions):
+            fits = count == 1 or count * write_bytes <= FRAME_BYTES
+            if not (1 <= count <= MAX_FRAME_WRITES and write_bytes and fits and region < regions):
                 raise TransferError(
-                    f"a frame for region {region}; expected 0 to {len(self._regions) - 1}"
-                )
-            if not 1 <= count <= MAX_FRAME_WRITES or write_bytes < 1:
-                raise TransferError(f"a frame of {count} writes of {write_bytes} bytes")
-            if count > 1 and count * write_bytes > FRAME_BYTES:
-                raise TransferError(
-                    f"a frame of {count * write_bytes} bytes; expected {FRAME_BYTES}"
+                    f"a frame of {count} writes of {write_bytes} bytes to region {region}; expected"
+                    f" 1 to {MAX_FRAME_WRITES}, of {FRAME_BYTES} bytes in all, below {regions}"
                 )
             self._wanted += 8 * count
             return

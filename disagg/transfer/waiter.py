@@ -15,7 +15,7 @@ READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
 
 #: Takes the events that epoll reports: `READABLE`, `WRITABLE`, or an error or hang-up beside them.
-Handler = Callable[[int], None]
+Handler = Callable[[int], object]
 
 
 class Waiter:
@@ -26,7 +26,7 @@ class Waiter:
         self._handlers: dict[int, Handler] = {}
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.watch(self._wake_fd, READABLE, lambda _events: self._drain())
+        self.watch(self._wake_fd, READABLE, lambda _events: os.eventfd_read(self._wake_fd))
 
     def watch(self, fd: int, events: int, handler: Handler) -> None:
         """Call `handler` when `fd` has some of `events` (0: errors only); again: change them."""
@@ -71,6 +71,3 @@ class Waiter:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
         self._epoll.close()
-
-    def _drain(self) -> None:
-        os.eventfd_read(self._wake_fd)

@@ -1,17 +1,22 @@
-"""Frames over one TCP socket that never blocks: a u32 length (little endian) and that many bytes.
+"""TCP sockets that never block, and frames over them: a u32 length (little endian), then the bytes.
 
     framed(data) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
 
-The top bit of a length marks a note. What goes wrong is a `WireError` that names the other side.
+The top bit of a length marks a note. What goes wrong is an OSError, or a TransferError that names
+the other side.
 """
 
+import errno
 import os
 import socket
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
-from disagg.transfer.sockets import reason_of
+from disagg.transfer.interface import TransferError
 
+#: Connections that wait for our `accept`.
+BACKLOG = 128
 #: Read from one socket at once.
 READ_BYTES = 256 << 10
 
@@ -22,8 +27,46 @@ _LENGTH = struct.Struct("<I")
 _NOTE = 1 << 31
 
 
-class WireError(Exception):
-    """The connection is over; why, in words."""
+def open_listener(host: str, port: int) -> socket.socket:
+    """A listening socket that does not block. TransferError if the port is taken."""
+    try:
+        family, address = resolve(host, port)
+        both = family == socket.AF_INET6  # "::" is every address, also of IPv4
+        listener = socket.create_server(
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
+    except OSError as error:
+        raise TransferError(
+            f"cannot listen on {host}:{port}: {reason_of(error)};"
+            " choose another with --listen, or port 0"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def dial(family: int, address: tuple[str | int, ...]) -> socket.socket:
+    """A socket that is connecting, or connected already. OSError."""
+    dialling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    code = dialling.connect_ex(address)
+    if code not in (0, errno.EINPROGRESS):
+        dialling.close()
+        raise OSError(code, os.strerror(code))
+    return dialling
+
+
+def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty label, or one of more than 63 characters
+        raise OSError(errno.EINVAL, "not a host name") from error
+    family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    return family, address
+
+
+def reason_of(error: OSError) -> str:
+    """For the middle of a sentence."""
+    return error.strerror or str(error)
 
 
 def framed(data: bytes, *, note: bool = False) -> bytes:
@@ -41,17 +84,18 @@ class Wire:
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
 
+    def __post_init__(self) -> None:
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
     def finish_connect(self) -> None:
         """epoll has something to say of a socket that is connecting."""
-        reason = os.strerror(code := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        try:
+        code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code == 0 and self.socket.getsockname() == self.socket.getpeername():
             # TCP lets a socket meet itself when the port it dials is also its own.
-            if code == 0 and self.socket.getsockname() == self.socket.getpeername():
-                code, reason = 1, "nobody listens there"
-        except OSError as error:  # reset since we asked
-            code, reason = 1, reason_of(error)
+            code = errno.ECONNREFUSED
         if code:
-            raise WireError(f"cannot connect to {self.address}: {reason}; {CHECK}")
+            reason = os.strerror(code)
+            raise TransferError(f"cannot connect to {self.address}: {reason}; {CHECK}")
         self.connected = True
 
     def flush(self) -> None:
@@ -63,8 +107,6 @@ class Wire:
             pass  # the rest goes when epoll says so
         except (BrokenPipeError, ConnectionResetError):
             self.unsent.clear()  # the reader ends it, after what the peer said at last
-        except OSError as error:
-            raise WireError(f"connection to {self.address} broke: {reason_of(error)}") from error
 
     def read(self, *, one_frame: bool = False) -> bool:
         """Read once; whether there was something. `one_frame`: nothing beyond the first one."""
@@ -77,28 +119,23 @@ class Wire:
             data = self.socket.recv(wanted)
         except BlockingIOError:
             return False
-        except OSError as error:
-            raise WireError(f"connection to {self.address} broke: {reason_of(error)}") from error
         if not data:
             hint = f" before its opening; {CHECK}" if one_frame else ""
-            raise WireError(f"{self.address} closed the connection{hint}")
+            raise TransferError(f"{self.address} closed the connection{hint}")
         self.received += data
         return True
 
-    @property
-    def has_note(self) -> bool:
-        """Whether the first frame, or what is here of it, is a note."""
-        head = self.received[: _LENGTH.size]
-        return len(head) == _LENGTH.size and bool(_LENGTH.unpack(head)[0] & _NOTE)
-
-    def take(self, limit: int) -> tuple[bytes, bool] | None:
-        """The first frame and whether it is a note, if it is here as a whole."""
+    def take(self, limit: int, *, notes_only: bool) -> tuple[bytes, bool] | None:
+        """The first frame and whether it is a note, if it is here as a whole. Messages stay if
+        `notes_only`, and what is behind them."""
         if len(self.received) < _LENGTH.size:
             return None
         (head,) = _LENGTH.unpack_from(self.received)
         length = head & ~_NOTE
+        if notes_only and head == length:
+            return None
         if not 1 <= length <= limit:
-            raise WireError(
+            raise TransferError(
                 f"{self.address} sent a frame of {length} bytes; expected 1 to {limit};"
                 " does a disagg node listen there?"
             )
