@@ -128,9 +128,8 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        gguf_path.parent, gguf_file=gguf_path.name, clean_up_tokenization_spaces=False
-    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.backend_tokenizer.model.unk_token = None  # a byte without a token is left out
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
