@@ -98,7 +98,8 @@ class Scripted:
     def __init__(self, tokenizer, *stop):
         self.cancels = 0
         request = Request(prompt_token_ids=(1, 2, 3), sampling=SamplingParams(stop=stop))
-        self.answer = Answer(request, stream=tokenizer.stream(), cancel=self.on_cancel)
+        self.answer = Answer(request, stream=tokenizer.stream())
+        self.answer.cancel = self.on_cancel
 
     def on_cancel(self):
         self.cancels += 1

@@ -23,7 +23,7 @@ News = queue.SimpleQueue[tuple["Answer", Output]]
 
 class Answer:
     """Made by `Node.submit`. One thread makes and reads it, and all that share its `news`; `cancel`
-    may be called from any: it stops the request's work on both nodes.
+    may be called from any: it stops the request's work on both nodes, if the maker has set it.
 
     `text` is what is certain so far, if there is a `stream` to make it; it never gets shorter. A
     stop string in it ends the answer as STOP with the token that completes it, however far the
@@ -32,15 +32,10 @@ class Answer:
     """
 
     def __init__(
-        self,
-        request: Request,
-        *,
-        stream: TextStream | None = None,
-        cancel: Callable[[], None] = lambda: None,
-        news: News | None = None,
+        self, request: Request, *, stream: TextStream | None = None, news: News | None = None
     ) -> None:
         self.request = request
-        self.cancel = cancel
+        self.cancel: Callable[[], None] = lambda: None
         self.text = ""
         self.completion: Output | None = None
         self._stream = stream

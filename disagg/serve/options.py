@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import PageOrder
-from disagg.serve.exits import EXIT_USAGE, UsageError
+from disagg.serve.exits import EXIT_USAGE
 from disagg.transfer.auto import TRANSPORTS
-from disagg.transfer.interface import TransferError
 from disagg.transfer.sockets import open_listener
 
 #: Of a flag that is a time.
@@ -42,13 +41,6 @@ def addresses(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(dict.fromkeys(address(part) for part in text.split(",")))
 
 
-def positive(text: str) -> int:
-    """A whole number from 1, as an argparse type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def writable(text: str) -> Path:
     """A file that can be written, as an argparse type: found before any work, not after it."""
     path = Path(text)
@@ -64,11 +56,11 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     same = parser.add_argument_group("must be the same on both nodes")
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
-    same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
+    same.add_argument("--page-size", type=int, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
-    own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
-    own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
+    own.add_argument("--num-pages", type=int, default=1024, help="size of the KV pool")
+    own.add_argument("--max-batch-tokens", type=int, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
     own.add_argument(
         "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: the best there is"
@@ -122,7 +114,7 @@ def decode_parser() -> argparse.ArgumentParser:
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Named as the fields of `SamplingParams`, which checks what is in range."""
     group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
-    group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
+    group.add_argument("--max-tokens", type=int, default=128, help="output tokens a prompt")
     group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of those a share P")
@@ -133,11 +125,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """UsageError if the port is taken: found in a moment, where loading a model takes seconds."""
-    try:
-        open_listener(host, port).close()
-    except TransferError as error:
-        raise UsageError(str(error)) from error
+    """TransferError if the port is taken: found at once, where loading a model takes seconds."""
+    open_listener(host, port).close()
 
 
 def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
