@@ -1,6 +1,6 @@
 """The answer to one request as its client holds it: tokens and text as they come, and the end.
 
-    engine --put--> news --wait, result, iteration--> tokens --TextStream--> StopStrings --> text
+    engine --put--> news --wait, result--> tokens --TextStream--> StopStrings --> text
       ^------------------------ cancel ------------------------ found ---------'
 
 Neither the engine nor its thread knows of text. Answers that share their news are all read by
@@ -8,9 +8,8 @@ whoever waits for one of them, also those that are shown later, so that a stop s
 pages back.
 """
 
-import itertools
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from disagg.request import FinishReason, Output, Request, TokenLogprobs
@@ -49,28 +48,16 @@ class Answer:
         """From the engine: more tokens, and the end with the last of them."""
         self._news.put((self, output))
 
-    def __iter__(self) -> Iterator[int]:
-        """All token ids as they are sampled, until the request ends."""
-        for index in itertools.count():
-            while index == len(self._token_ids):
-                if self.completion is not None:
-                    return
-                self.wait()
-            yield self._token_ids[index]
-
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the end. TimeoutError if it does not come within `timeout` seconds an output."""
+        """Wait for the end. `queue.Empty` if `timeout` seconds bring no output."""
         while self.completion is None:
             self.wait(timeout)
         return self.completion
 
     def wait(self, timeout: float | None = None) -> None:
-        """Take in the next of its news, which may be another's. TimeoutError if there is none
-        within `timeout` seconds."""
-        try:
-            answer, output = self._news.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no output within {timeout} s") from None
+        """Take in the next of its news, which may be another's. `queue.Empty` if `timeout` seconds
+        bring none."""
+        answer, output = self._news.get(timeout=timeout)
         answer._take_in(output)
 
     def take(self) -> str:

@@ -90,13 +90,12 @@ def _repeat(once: Callable[[], float]) -> list[float]:
 
 
 def _write_rate(probe: _Probe, nbytes: int) -> float:
-    """Writes a second, the best of rounds that grow until one takes long enough to be measured."""
-    seconds, num_pages, best = 0.0, 1, 0.0
-    while seconds < MEASURING / 3 and num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
-        seconds = probe.write(nbytes, num_pages)
-        best = max(best, num_pages / seconds)
+    """Writes a second, of the last of rounds that grow until one takes long enough to measure."""
+    num_pages, seconds = 1, probe.write(nbytes, 1)
+    while seconds < MEASURING / 3 and 4 * num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
         num_pages *= 4
-    return best
+        seconds = probe.write(nbytes, num_pages)
+    return num_pages / seconds
 
 
 class _Probe:

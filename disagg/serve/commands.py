@@ -19,7 +19,7 @@ from disagg.serve.answer import Answer, News
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
-from disagg.serve.node import Node, NodeConfig, NodeError
+from disagg.serve.node import Node, NodeConfig
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
@@ -34,10 +34,8 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
         assert node.address is not None, "a prefiller listens"
         host, port = node.address
         print(f"{LISTENING}{host}:{port}", flush=True)
-        try:
-            node.wait()
-        except NodeError as error:
-            print(f"error: {error}", file=sys.stderr)
+        if (why := node.wait()) is not None:
+            print(f"error: {why}", file=sys.stderr)
             return EXIT_FAILED
     return EXIT_DONE
 

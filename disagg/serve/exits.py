@@ -20,8 +20,8 @@ def run_script(main: Callable[[], int]) -> None:
     """Run a script's main and exit with its code; no traceback for an interrupt at any moment, nor
     for an output that nobody reads to its end.
 
-    A ValueError says that the user asked for what cannot be: its text is one line for them, or
-    empty if they know already.
+    A ValueError or OSError says that the user asked for what cannot be: its text is one line for
+    them, or empty if they know already.
 
     Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
     imports of large libraries do not survive a KeyboardInterrupt in good order.
@@ -30,7 +30,10 @@ def run_script(main: Callable[[], int]) -> None:
     try:
         code = main()
         sys.stdout.flush()
-    except ValueError as error:
+    except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_UNREAD
+    except (ValueError, OSError) as error:
         logger.info("this ends it", exc_info=True)
         if str(error):
             print(f"error: {error}", file=sys.stderr)
@@ -38,9 +41,6 @@ def run_script(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_UNREAD
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is closed; Python's own end has no handler
     sys.exit(code)
 

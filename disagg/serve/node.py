@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeError(ValueError):
-    """A node cannot start or has died; the text is for the user."""
+    """A node cannot start; the text is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +140,15 @@ class Node(Resource):
         answer.cancel = partial(self._engine.cancel, number)
         return answer
 
-    def wait(self) -> None:
-        """Block until `close()` is called or the node dies; NodeError if it died."""
+    def wait(self) -> str | None:
+        """Block until `close()` is called or the node dies; what it died of."""
         self._stopping.wait()
-        if self._failure is not None:
-            raise NodeError(self._failure)
+        return self._failure
 
     def close(self) -> None:
         """Finish the step that runs, say goodbye, free everything. May be called twice.
 
-        ValueError if the timeline cannot be written.
+        OSError if the timeline cannot be written.
         """
         self._stopping.set()
         if self._engine is not None:
@@ -164,10 +163,7 @@ class Node(Resource):
         for resource in (self._kv_cache, self._counter, self._scratch):
             resource.close()
         if self.config.trace is not None:
-            try:
-                self._trace.write(self.config.trace)
-            except OSError as error:
-                raise ValueError(f"cannot write {self.config.trace}: {error.strerror}") from error
+            self._trace.write(self.config.trace)
 
     # --- Wiring ---
 

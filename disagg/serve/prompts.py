@@ -42,7 +42,7 @@ _Line = msgspec.defstruct(
 
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
-    """Those of the command line, then those of the file. ValueError for what is wrong with them."""
+    """Those of the command line, then those of the file. ValueError for what is wrong, OSError."""
     stop = {"stop": tuple(arguments.stop or ())}
     defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
     prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
@@ -54,12 +54,8 @@ def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
 
 
 def _read_file(path: Path, defaults: SamplingParams) -> list[Prompt]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read --prompts-file {path}: {error.strerror}") from error
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             if line.strip():
                 prompts.append(_read_line(line, defaults))
