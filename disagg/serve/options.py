@@ -41,6 +41,13 @@ def addresses(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(dict.fromkeys(address(part) for part in text.split(",")))
 
 
+def positive(text: str) -> int:
+    """A whole number from 1, as an argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def writable(text: str) -> Path:
     """A file that can be written, as an argparse type: OSError before any work, not after it."""
     Path(text).open("a").close()
@@ -52,11 +59,11 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     same = parser.add_argument_group("must be the same on both nodes")
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
-    same.add_argument("--page-size", type=int, default=16, help="tokens a page")
+    same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
-    own.add_argument("--num-pages", type=int, default=1024, help="size of the KV pool")
-    own.add_argument("--max-batch-tokens", type=int, default=512, help="tokens a step")
+    own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
+    own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
     own.add_argument(
         "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: the best there is"
@@ -110,7 +117,7 @@ def decode_parser() -> argparse.ArgumentParser:
 def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Named as the fields of `SamplingParams`, which checks what is in range."""
     group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
-    group.add_argument("--max-tokens", type=int, default=128, help="output tokens a prompt")
+    group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
     group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of those a share P")
