@@ -14,7 +14,6 @@ from disagg.messenger.admission import probe_problem
 from disagg.messenger.node_memory import probe_pattern
 from disagg.serve import check as check_module
 from disagg.serve.check import check
-from disagg.serve.node import NodeError
 from disagg.transfer.interface import MessageReceived
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
@@ -244,7 +243,7 @@ def test_a_prefiller_that_still_loads_is_not_reached_yet(look, model):
     class Loading(HeldNode):
         def _build_engine(self):
             seen.append(look(where))
-            with pytest.raises(NodeError) as refused:
+            with pytest.raises(ValueError) as refused:
                 HeldNode(node_config(model, prefillers=(where,)))
             seen.append(str(refused.value))
             return super()._build_engine()

@@ -14,7 +14,7 @@ import pytest
 from disagg.model.weights import read_config
 from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
-from disagg.serve.node import Node, NodeError
+from disagg.serve.node import Node
 from disagg.serve.tokenizer import Tokenizer
 from tests.engines import auto_engine, tcp_engine
 from tests.nodes import (
@@ -235,7 +235,7 @@ class DyingWhileLoading(Node):
 def test_a_messenger_that_dies_while_weights_are_loaded_ends_the_node(model):
     with HeldNode(node_config(model, listen=("127.0.0.1", 0))) as prefiller:
         config = node_config(model, prefillers=(prefiller.address,))
-        with pytest.raises(NodeError, match="the messenger failed: RuntimeError"):
+        with pytest.raises(ValueError, match="the messenger failed: RuntimeError"):
             DyingWhileLoading(config)
 
 

@@ -51,10 +51,6 @@ from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 logger = logging.getLogger(__name__)
 
 
-class NodeError(ValueError):
-    """A node cannot start; the text is for the user."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
@@ -76,8 +72,8 @@ class NodeConfig:
 class Node(Resource):
     """Starts in its constructor, serves until `close()`.
 
-    ValueError if the model or the configuration is wrong, TransferError if the port is taken,
-    NodeError if a prefiller cannot be reached or refuses.
+    ValueError if the model or the configuration is wrong, a prefiller cannot be reached or refuses,
+    TransferError if the port is taken.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -118,7 +114,7 @@ class Node(Resource):
             self._wait_for_links()
         self._engine = self._build_engine()
         if self._failure is not None:  # the messenger died while the weights were loaded
-            raise NodeError(self._failure)
+            raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
         if config.listen is not None and self._transfer is not None:
             # Only now: whoever dials is answered at once, and what they ask for goes to the engine.
@@ -259,13 +255,13 @@ class Node(Resource):
         self._link_news.put((address, problem and text))
 
     def _wait_for_links(self) -> None:
-        """Until every link is up; NodeError for the first that is not. The messenger's clocks
+        """Until every link is up; ValueError for the first that is not. The messenger's clocks
         bound the wait."""
         missing = set(self.config.prefillers)
         while missing:
             address, problem = self._link_news.get()
             if problem:
-                raise NodeError(problem)
+                raise ValueError(problem)
             missing -= {address}
         self._linked = True
 
