@@ -252,7 +252,8 @@ class Node(Resource):
         quiet = not self._linked or problem in ("", self._last_news.get(address))
         logger.log(logging.INFO if quiet else logging.WARNING, text)
         self._last_news[address] = problem
-        self._link_news.put((address, problem and text))
+        if not self._linked:
+            self._link_news.put((address, problem and text))
 
     def _wait_for_links(self) -> None:
         """Until every link is up; ValueError for the first that is not. The messenger's clocks
