@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 from matplotlib import colormaps
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from disagg.trace import Event, Timeline
 
@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flags.o.write_bytes(msgspec.json.encode(merged))
         if flags.picture is not None:
             draw(merged).savefig(flags.picture)
-    except OSError as error:
-        parser.exit(2, f"error: {error.filename}: {error.strerror}\n")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"error: {error}\n")
 
 
@@ -59,7 +57,7 @@ def read(path: Path) -> Timeline:
     """A trace file. ValueError if it is none, OSError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Timeline)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: expected a file that --trace wrote: {error}") from error
 
 
@@ -93,23 +91,17 @@ def draw(timeline: Timeline) -> Figure:
     title = "KV leaves layer by layer while the next layers are computed"
     axes = figure.add_subplot(xmargin=0.01, xlabel="time (ms)", title=title)
     start = min(event.ts for event in spans)
-    shown: dict[str, Patch] = {}
+    shown: dict[str, PolyCollection] = {}
     for row, key in enumerate(sorted(rows)):
         lanes = sorted({event.tid for event in rows[key]})
         height = 0.8 / len(lanes)
         for event in rows[key]:
-            label = _label(event, colours)
-            shown[label] = Patch(color=colours[label], label=label)
-            axes.barh(
-                row + lanes.index(event.tid) * height,
-                event.dur / 1e3,
-                height,
-                left=(event.ts - start) / 1e3,
-                align="edge",
-                color=colours[label],
-                # Makes short spans wide enough to be seen, and tells steps from each other.
-                edgecolor="white" if event.cat == "steps" else colours[label],
-                linewidth=0.6,
+            where = ((event.ts - start) / 1e3, event.dur / 1e3)
+            lane, label = (row + lanes.index(event.tid) * height, height), _label(event, colours)
+            # Edges make short spans wide enough to be seen, and tell steps from each other.
+            edge = "white" if event.cat == "steps" else colours[label]
+            shown[label] = axes.broken_barh(
+                [where], lane, facecolor=colours[label], edgecolor=edge, linewidth=0.6, label=label
             )
     names = {e.pid: e.args["name"] for e in timeline.trace_events if e.name == "process_name"}
     tracks = [f"{names.get(pid, pid)}: {cat}" for _, pid, cat in sorted(rows)]

@@ -14,8 +14,6 @@ from disagg.messenger.admission import probe_problem
 from disagg.messenger.node_memory import probe_pattern
 from disagg.serve import check as check_module
 from disagg.serve.check import check
-from disagg.serve.exits import UsageError
-from disagg.serve.node import NodeError
 from disagg.transfer.interface import MessageReceived
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
@@ -43,13 +41,14 @@ def little(monkeypatch):
 
 
 @pytest.fixture
-def look(capsys):
+def look(capsys, monkeypatch):
     """Runs a check in this process; its exit code, its rows, what it says on stderr."""
 
     def look(where, *, transport="auto", patience=10.0):
         capsys.readouterr()
+        monkeypatch.setattr(check_module, "PATIENCE", patience)
         asked = argparse.Namespace(check=where, transport=transport, prompts=[], prompts_file=None)
-        code = check(asked, patience=patience)
+        code = check(asked)
         out, err = capsys.readouterr()
         return code, dict(re.findall(r"^(.{14})(.*)$", out, re.MULTILINE)), err
 
@@ -126,7 +125,7 @@ def test_the_script_answers_without_a_model(model, tmp_path):
 
 
 def test_prompts_are_refused():
-    with pytest.raises(UsageError, match="leave out the prompts"):
+    with pytest.raises(ValueError, match="leave out the prompts"):
         check(argparse.Namespace(prompts=[], prompts_file="file"))
 
 
@@ -244,7 +243,7 @@ def test_a_prefiller_that_still_loads_is_not_reached_yet(look, model):
     class Loading(HeldNode):
         def _build_engine(self):
             seen.append(look(where))
-            with pytest.raises(NodeError) as refused:
+            with pytest.raises(ValueError) as refused:
                 HeldNode(node_config(model, prefillers=(where,)))
             seen.append(str(refused.value))
             return super()._build_engine()

@@ -151,6 +151,7 @@ def test_converted_tokenizer(gguf_file: Path, tmp_path: Path) -> None:
     chat = tokenizer.encode("hi", chat=True)
     assert chat == [1, texts[0], 2]
     assert tokenizer._inner.eos_token_id == 2
+    assert not tokenizer._inner.clean_up_tokenization_spaces  # it would warn in each run
 
 
 def test_fetched_once_with_what_it_takes(

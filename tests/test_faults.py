@@ -12,7 +12,6 @@ import time
 import pytest
 
 from disagg.request import FinishReason
-from disagg.serve.node import NodeError
 from disagg.transfer.interface import TransferError
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
@@ -493,7 +492,7 @@ def test_a_mismatch_is_refused_at_connect(model, oracle, tmp_path):
         ):
             config = node_config(folder, prefillers=(prefiller.address,), **settings)
             start = time.monotonic()
-            with pytest.raises(NodeError, match=why):
+            with pytest.raises(ValueError, match=why):
                 HeldNode(config)
             assert time.monotonic() - start < 3.0
         with HeldNode(node_config(model, prefillers=(prefiller.address,))) as decoder:

@@ -1,6 +1,6 @@
 """The answer to one request as its client holds it: tokens and text as they come, and the end.
 
-    engine --put--> news --wait, result, iteration--> tokens --TextStream--> StopStrings --> text
+    engine --put--> news --wait, result--> tokens --TextStream--> StopStrings --> text
       ^------------------------ cancel ------------------------ found ---------'
 
 Neither the engine nor its thread knows of text. Answers that share their news are all read by
@@ -8,9 +8,8 @@ whoever waits for one of them, also those that are shown later, so that a stop s
 pages back.
 """
 
-import itertools
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from disagg.request import FinishReason, Output, Request, TokenLogprobs
@@ -23,7 +22,7 @@ News = queue.SimpleQueue[tuple["Answer", Output]]
 
 class Answer:
     """Made by `Node.submit`. One thread makes and reads it, and all that share its `news`; `cancel`
-    may be called from any: it stops the request's work on both nodes.
+    may be called from any: it stops the request's work on both nodes, if the maker has set it.
 
     `text` is what is certain so far, if there is a `stream` to make it; it never gets shorter. A
     stop string in it ends the answer as STOP with the token that completes it, however far the
@@ -32,15 +31,10 @@ class Answer:
     """
 
     def __init__(
-        self,
-        request: Request,
-        *,
-        stream: TextStream | None = None,
-        cancel: Callable[[], None] = lambda: None,
-        news: News | None = None,
+        self, request: Request, *, stream: TextStream | None = None, news: News | None = None
     ) -> None:
         self.request = request
-        self.cancel = cancel
+        self.cancel: Callable[[], None] = lambda: None
         self.text = ""
         self.completion: Output | None = None
         self._stream = stream
@@ -54,28 +48,16 @@ class Answer:
         """From the engine: more tokens, and the end with the last of them."""
         self._news.put((self, output))
 
-    def __iter__(self) -> Iterator[int]:
-        """All token ids as they are sampled, until the request ends."""
-        for index in itertools.count():
-            while index == len(self._token_ids):
-                if self.completion is not None:
-                    return
-                self.wait()
-            yield self._token_ids[index]
-
     def result(self, timeout: float | None = None) -> Output:
-        """Wait for the end. TimeoutError if it does not come within `timeout` seconds an output."""
+        """Wait for the end. `queue.Empty` if `timeout` seconds bring no output."""
         while self.completion is None:
             self.wait(timeout)
         return self.completion
 
     def wait(self, timeout: float | None = None) -> None:
-        """Take in the next of its news, which may be another's. TimeoutError if there is none
-        within `timeout` seconds."""
-        try:
-            answer, output = self._news.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no output within {timeout} s") from None
+        """Take in the next of its news, which may be another's. `queue.Empty` if `timeout` seconds
+        bring none."""
+        answer, output = self._news.get(timeout=timeout)
         answer._take_in(output)
 
     def take(self) -> str:

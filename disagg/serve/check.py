@@ -28,18 +28,12 @@ from disagg.messenger import messages
 from disagg.messenger.admission import MAX_PROBE_PAGES
 from disagg.messenger.messages import Message, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
-from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
+from disagg.messenger.prefillers import Address
+from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
-from disagg.transfer.interface import (
-    ImmReached,
-    Memory,
-    MessageReceived,
-    PeerLost,
-    TransferEngine,
-    TransferError,
-)
+from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, TransferEngine
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.
@@ -51,18 +45,15 @@ SMALL = 64
 PATIENCE, MEASURING = 5.0, 0.3
 
 
-def check(arguments: argparse.Namespace, *, patience: float = PATIENCE) -> int:
+def check(arguments: argparse.Namespace) -> int:
     """Check the path to the prefiller `arguments.check` and print what was found; the exit code."""
     if arguments.prompts or arguments.prompts_file:
-        raise UsageError("--check answers nothing; leave out the prompts")
+        raise ValueError("--check answers nothing; leave out the prompts")
     nbytes = MOST_BYTES + GUARD_BYTES
-    try:
-        nics, _ = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
-    except TransferError as error:
-        raise UsageError(str(error)) from error
+    nics, _ = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
     with SharedMemory(nbytes) as memory, make_engine(arguments.transport, nics) as engine:
         try:
-            for what, found in _rows(_Probe(engine, memory, arguments.check, patience)):
+            for what, found in _rows(_Probe(engine, memory, arguments.check)):
                 print(f"{what:<14}{found}", flush=True)
         except ProtocolError as error:
             print("error: prefiller {}:{}: {}".format(*arguments.check, error), file=sys.stderr)
@@ -99,22 +90,19 @@ def _repeat(once: Callable[[], float]) -> list[float]:
 
 
 def _write_rate(probe: _Probe, nbytes: int) -> float:
-    """Writes a second, the best of rounds that grow until one takes long enough to be measured."""
-    seconds, num_pages, best = 0.0, 1, 0.0
-    while seconds < MEASURING / 3 and num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
-        seconds = probe.write(nbytes, num_pages)
-        best = max(best, num_pages / seconds)
+    """Writes a second, of the last of rounds that grow until one takes long enough to measure."""
+    num_pages, seconds = 1, probe.write(nbytes, 1)
+    while seconds < MEASURING / 3 and 4 * num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
         num_pages *= 4
-    return best
+        seconds = probe.write(nbytes, num_pages)
+    return num_pages / seconds
 
 
 class _Probe:
-    """One connection: asks, waits at most `patience` seconds, compares. ProtocolError, one line."""
+    """One connection: asks, waits at most `PATIENCE` seconds, compares. ProtocolError, one line."""
 
-    def __init__(
-        self, engine: TransferEngine, memory: SharedMemory, where: tuple[str, int], patience: float
-    ) -> None:
-        self._engine, self._where, self._patience = engine, where, patience
+    def __init__(self, engine: TransferEngine, memory: SharedMemory, where: Address) -> None:
+        self._engine, self._where = engine, where
         self._landed, self._pattern = memory.bytes, probe_pattern()
         region = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd)
         self._descriptor = engine.register(region).descriptor
@@ -198,12 +186,12 @@ class _Probe:
 
     def _wait(self, imm: int | None = None) -> Message | None:
         """Until `imm` is reached; without one, the next message."""
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + PATIENCE
         while imm not in self._reached and not self._heard:
             left = end - time.monotonic()
             if left <= 0:
                 missing = "no answer" if imm is None else "not all writes came"
-                raise ProtocolError(f"{missing} in {self._patience:g} s; is that node stopped?")
+                raise ProtocolError(f"{missing} in {PATIENCE:g} s; is that node stopped?")
             for event in self._engine.poll(left):
                 match event:
                     case ImmReached():

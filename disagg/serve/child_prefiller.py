@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from disagg.resource import Resource
-from disagg.serve.exits import UsageError
 from disagg.serve.options import address
 
 SCRIPT = Path(__file__).parents[2] / "run_prefill.py"
@@ -59,15 +58,15 @@ class ChildPrefiller(Resource):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def address(self) -> tuple[str, int]:
-        """Where it listens. UsageError if it ended instead."""
+        """Where it listens. ValueError if it ended instead."""
         assert self._process.stdout is not None, "started with a pipe"
         for line in self._process.stdout:
             if line.startswith(LISTENING):
                 return address(line.removeprefix(LISTENING).strip())
         code = self._process.wait()
-        if code > 0:
-            raise UsageError  # it has said why, on our stderr
-        raise UsageError(f"the prefiller that was started here was ended by signal {-code}")
+        # Else it has said why, on our stderr.
+        killed = f"the prefiller that was started here was ended by signal {-code}"
+        raise ValueError(killed if code < 0 else "")
 
     def close(self) -> None:
         """End it, stopped or not, and wait until it is gone. May be called twice."""

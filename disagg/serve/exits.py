@@ -9,18 +9,19 @@ import signal
 import sys
 from collections.abc import Callable
 
+logger = logging.getLogger(__name__)
+
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 #: As a shell shows the end by SIGINT, SIGPIPE and SIGTERM.
 EXIT_INTERRUPTED, EXIT_UNREAD, EXIT_TERMINATED = 130, 141, 143
 
 
-class UsageError(Exception):
-    """The user asked for what cannot be; the text is one line for them, or empty if they know."""
-
-
 def run_script(main: Callable[[], int]) -> None:
     """Run a script's main and exit with its code; no traceback for an interrupt at any moment, nor
     for an output that nobody reads to its end.
+
+    A ValueError or OSError says that the user asked for what cannot be: its text is one line for
+    them, or empty if they know already.
 
     Until `main` says `interruptible()`, an interrupt ends the process the way the kernel does it:
     imports of large libraries do not survive a KeyboardInterrupt in good order.
@@ -29,16 +30,17 @@ def run_script(main: Callable[[], int]) -> None:
     try:
         code = main()
         sys.stdout.flush()
-    except UsageError as error:
+    except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_UNREAD
+    except (ValueError, OSError) as error:
+        logger.info("this ends it", exc_info=True)
         if str(error):
             print(f"error: {error}", file=sys.stderr)
         code = EXIT_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_UNREAD
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is closed; Python's own end has no handler
     sys.exit(code)
 

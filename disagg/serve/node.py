@@ -42,7 +42,6 @@ from disagg.model.weights import fingerprint, load_model, read_config
 from disagg.request import Request
 from disagg.resource import Resource
 from disagg.serve.answer import Answer, News
-from disagg.serve.exits import UsageError
 from disagg.serve.tokenizer import TextStream
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
@@ -50,10 +49,6 @@ from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
 
 logger = logging.getLogger(__name__)
-
-
-class NodeError(Exception):
-    """A node cannot start or has died; the text is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +68,12 @@ class NodeConfig:
     rdma: RdmaFlags = field(default_factory=RdmaFlags)
     trace: Path | None = None
 
-    def __post_init__(self) -> None:
-        if self.listen is not None and self.prefillers:
-            raise ValueError("a node either listens or has prefillers, got both")
-
 
 class Node(Resource):
     """Starts in its constructor, serves until `close()`.
 
-    ValueError if the model or the configuration is wrong, TransferError if the port is taken,
-    NodeError if a prefiller cannot be reached or refuses.
+    ValueError if the model or the configuration is wrong, a prefiller cannot be reached or refuses,
+    TransferError if the port is taken.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -92,7 +83,10 @@ class Node(Resource):
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._poll_cpus: Set[int] = os.sched_getaffinity(0)
-        self._links = _Links(config.prefillers)
+        #: What the messenger says of its links to prefillers: whose, and what is wrong with it.
+        self._link_news: SimpleQueue[tuple[Address | None, str]] = SimpleQueue()
+        self._last_news: dict[Address, str] = {}
+        self._linked = False
         self._kv_cache = KVCache(config.cache, self.model_config)
         self._counter = LayerCounter()
         role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
@@ -117,10 +111,10 @@ class Node(Resource):
             self._messenger = self._build_messenger(self._transfer)
         if config.prefillers:
             self._start_thread("messenger", self._run_messenger)
-            self._links.wait()
+            self._wait_for_links()
         self._engine = self._build_engine()
         if self._failure is not None:  # the messenger died while the weights were loaded
-            raise NodeError(self._failure)
+            raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
         if config.listen is not None and self._transfer is not None:
             # Only now: whoever dials is answered at once, and what they ask for goes to the engine.
@@ -142,16 +136,15 @@ class Node(Resource):
         answer.cancel = partial(self._engine.cancel, number)
         return answer
 
-    def wait(self) -> None:
-        """Block until `close()` is called or the node dies; NodeError if it died."""
+    def wait(self) -> str | None:
+        """Block until `close()` is called or the node dies; what it died of."""
         self._stopping.wait()
-        if self._failure is not None:
-            raise NodeError(self._failure)
+        return self._failure
 
     def close(self) -> None:
         """Finish the step that runs, say goodbye, free everything. May be called twice.
 
-        UsageError if the timeline cannot be written.
+        OSError if the timeline cannot be written.
         """
         self._stopping.set()
         if self._engine is not None:
@@ -166,10 +159,7 @@ class Node(Resource):
         for resource in (self._kv_cache, self._counter, self._scratch):
             resource.close()
         if self.config.trace is not None:
-            try:
-                self._trace.write(self.config.trace)
-            except OSError as error:
-                raise UsageError(f"cannot write {self.config.trace}: {error.strerror}") from error
+            self._trace.write(self.config.trace)
 
     # --- Wiring ---
 
@@ -214,7 +204,7 @@ class Node(Resource):
         )
         if role is Role.PREFILLER:
             return PrefillerMessenger(wiring, self._counter.read)
-        prefillers = Prefillers(self.config.prefillers, wiring, self._links.report)
+        prefillers = Prefillers(self.config.prefillers, wiring, self._on_link)
         return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
@@ -243,7 +233,7 @@ class Node(Resource):
             logger.info("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
-            self._links.fail(self._failure)
+            self._link_news.put((None, self._failure))
             if self._engine is not None:
                 self._engine.stop(self._failure)
 
@@ -255,42 +245,30 @@ class Node(Resource):
         self._messenger.close(self._failure or "the node stops")
         self._transfer.poll(0)
 
+    def _on_link(self, address: Address, ready: bool, why: str) -> None:
+        """From the messenger thread: a link came up, or ended and why."""
+        text, problem = "prefiller {}:{}: {}".format(*address, why), "" if ready else why
+        # Who still waits is told anyway; what was said before need not be said again.
+        quiet = not self._linked or problem in ("", self._last_news.get(address))
+        logger.log(logging.INFO if quiet else logging.WARNING, text)
+        self._last_news[address] = problem
+        if not self._linked:
+            self._link_news.put((address, problem and text))
+
+    def _wait_for_links(self) -> None:
+        """Until every link is up; ValueError for the first that is not. The messenger's clocks
+        bound the wait."""
+        missing = set(self.config.prefillers)
+        while missing:
+            address, problem = self._link_news.get()
+            if problem:
+                raise ValueError(problem)
+            missing -= {address}
+        self._linked = True
+
     def _post(self, event: EngineEvent) -> None:
         assert self._engine is not None, f"{event} before there is an engine"
         self._engine.post(event)
-
-
-class _Links:
-    """What the messenger says of its links to prefillers, and waiting for all to come up."""
-
-    def __init__(self, addresses: tuple[Address, ...]) -> None:
-        self._missing = set(addresses)
-        self._said: dict[Address, str] = {}
-        #: What `wait` waits for: the first problem, or "" when all are up.
-        self._outcome: SimpleQueue[str] = SimpleQueue()
-
-    def report(self, address: Address, ready: bool, why: str) -> None:
-        """From the messenger thread: a link came up, or ended and why."""
-        # Whoever still waits is told by `wait`; what was said before need not be said again.
-        quiet = ready or bool(self._missing) or self._said.get(address) == why
-        logger.log(logging.INFO if quiet else logging.WARNING, "prefiller %s:%d: %s", *address, why)
-        self._said[address] = "" if ready else why
-        if self._missing:
-            self._missing -= {address} if ready else set()
-            if not ready:
-                self.fail("prefiller {}:{}: {}".format(*address, why))
-            elif not self._missing:
-                self._outcome.put("")
-
-    def fail(self, why: str) -> None:
-        """A link cannot be had, or the node dies: there is nothing to wait for."""
-        self._outcome.put(why)
-
-    def wait(self) -> None:
-        """Until every link is up; NodeError for the first that is not. The messenger's clocks
-        bound the wait."""
-        if problem := self._outcome.get():
-            raise NodeError(problem)
 
 
 def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) -> MemoryRegion:

@@ -13,7 +13,6 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 
 from disagg.request import SamplingParams
-from disagg.serve.exits import UsageError
 from disagg.serve.options import given
 
 
@@ -43,32 +42,25 @@ _Line = msgspec.defstruct(
 
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
-    """Those of the command line, then those of the file. UsageError for what is wrong with them."""
-    try:
-        stop = {"stop": tuple(arguments.stop or ())}
-        defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    """Those of the command line, then those of the file. ValueError for what is wrong, OSError."""
+    stop = {"stop": tuple(arguments.stop or ())}
+    defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
     prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
     if arguments.prompts_file is not None:
         prompts += _read_file(arguments.prompts_file, defaults)
     if not prompts:
-        raise UsageError("nothing to answer; give a PROMPT or --prompts-file FILE")
+        raise ValueError("nothing to answer; give a PROMPT or --prompts-file FILE")
     return tuple(prompts)
 
 
 def _read_file(path: Path, defaults: SamplingParams) -> list[Prompt]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read --prompts-file {path}: {error.strerror}") from error
     prompts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             if line.strip():
                 prompts.append(_read_line(line, defaults))
-        except (ValueError, msgspec.DecodeError) as error:
-            raise UsageError(f"{path} line {number}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} line {number}: {error}") from error
     return prompts
 
 

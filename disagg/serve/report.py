@@ -11,29 +11,25 @@ from disagg.serve.answer import Answer
 def as_json(index: int, answer: Answer) -> dict[str, Any]:
     """What `--json` prints of prompt number `index`, which is answered. Times as in
     `request.Timings`, in ms."""
-    completion = answer.result()
+    done = answer.result()
+    moved = done.transfer and asdict(done.transfer)
     found: dict[str, Any] = {
         "index": index,
-        "token_ids": list(completion.token_ids),
+        "token_ids": done.token_ids,
         "text": answer.text,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": done.finish_reason,
         "usage": {
             "prompt_tokens": len(answer.request.prompt_token_ids),
-            "completion_tokens": len(completion.token_ids),
+            "completion_tokens": len(done.token_ids),
         },
-        "timings_ms": None if completion.timings is None else _milliseconds(completion.timings),
-        "transfer": None,
-    }
-    if completion.transfer is not None:
+        "timings_ms": done.timings and _milliseconds(done.timings),
         # `exposed` is in timings_ms, `span` explains it.
-        moved = asdict(completion.transfer).items()
-        found["transfer"] = {name: x for name, x in moved if name not in ("exposed", "span")}
+        "transfer": moved and {n: x for n, x in moved.items() if n not in ("exposed", "span")},
+    }
     if answer.request.sampling.logprobs is not None:
-        found["logprobs"] = [
-            _logprobs(*pair) for pair in zip(completion.token_ids, completion.logprobs, strict=True)
-        ]
-    if completion.error is not None:
-        found["error"] = completion.error
+        found["logprobs"] = [*map(_logprobs, done.token_ids, done.logprobs)]
+    if done.error is not None:
+        found["error"] = done.error
     return found
 
 
@@ -43,9 +39,9 @@ def summary(completions: Sequence[Output], seconds: float) -> str:
     Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.
     """
     num_tokens = sum(len(completion.token_ids) for completion in completions)
-    waits = [c.timings.first_token for c in completions if c.timings is not None]
+    waits = [c.timings.first_token for c in completions if c.timings]
     known = [wait for wait in waits if wait is not None]
-    moved = [c.transfer for c in completions if c.transfer is not None]
+    moved = [c.transfer for c in completions if c.transfer]
     first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
     span = sum(stats.span or 0.0 for stats in moved)
     exposed = sum(stats.exposed or 0.0 for stats in moved)
@@ -59,7 +55,7 @@ def summary(completions: Sequence[Output], seconds: float) -> str:
 
 def _milliseconds(timings: Timings) -> dict[str, float | None]:
     return {
-        name.replace("first_token", "ttft"): None if value is None else round(1000 * value, 3)
+        name.replace("first_token", "ttft"): value and round(1000 * value, 3)
         for name, value in asdict(timings).items()
     }
 

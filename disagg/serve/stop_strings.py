@@ -37,8 +37,7 @@ class StopStrings:
 
     def finish(self) -> str:
         """The text is over: what was held back is no stop string."""
-        held, self._held = self._held, ""
-        return "" if self.stopped else held
+        return "" if self.stopped else self._held
 
     def _num_to_hold(self, text: str) -> int:
         """Length of the longest end of `text` that some stop string begins with."""

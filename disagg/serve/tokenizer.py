@@ -28,7 +28,6 @@ class Tokenizer:
         """Load `folder/tokenizer.json`; ValueError if there is none."""
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{folder} has no tokenizer.json, so it reads no prompt")
-        self._folder = folder
         self._inner: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def encode(self, prompt: str, *, chat: bool) -> list[int]:
@@ -37,13 +36,10 @@ class Tokenizer:
             return list(self._inner.encode(prompt))
         if self._inner.chat_template is None:
             raise ValueError(
-                f"the tokenizer in {self._folder} has no chat template; give the prompt as plain"
-                " text (--raw)"
+                "the model has no chat template; give the prompt as plain text (--raw)"
             )
-        message = {"role": "user", "content": prompt}
-        text = self._inner.apply_chat_template(
-            [message], add_generation_prompt=True, tokenize=False
-        )
+        messages = [{"role": "user", "content": prompt}]
+        text = self._inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # The template has written the begin token already, if the model wants one.
         return list(self._inner.encode(text, add_special_tokens=False))
 

@@ -30,7 +30,7 @@ Ticket = int
 MAX_IMM = 2**32 - 1
 
 
-class TransferError(Exception):
+class TransferError(ValueError):
     """A transfer could not be set up or posted: what, expected and got, what to do."""
 
 
