@@ -31,7 +31,7 @@ from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED, UsageError
 from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
+from disagg.transfer.auto import make_engine, open_nics
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -40,6 +40,7 @@ from disagg.transfer.interface import (
     TransferEngine,
     TransferError,
 )
+from disagg.transfer.topology import RdmaFlags
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.
