@@ -148,9 +148,8 @@ class VerbsLink(Link):
         keys = {len(region.rkeys) for region in granted}
         if keys != {len(theirs.nics)} or theirs.probe.nbytes < PROBE_BYTES:
             raise TransferError(f"the peer's opening grants what cannot be: {granted}")
-        own = self._medium.nics
-        for k in range(max(len(own), len(theirs.nics))):
-            lane = _Lane(self._medium, k % len(own), theirs.nics, k % len(theirs.nics))
+        for number in range(max(len(self._medium.nics), len(theirs.nics))):
+            lane = _Lane(self._medium, number, theirs.nics)
             self._lanes.append(lane)
             self.control.waiter.watch(lane.qp.fd, READABLE, partial(self._on_event, lane))
         if self.outgoing:
@@ -160,16 +159,14 @@ class VerbsLink(Link):
         """The peer's end of each queue pair. Who was called names its own once they can receive."""
         ends = decode(data, list[End], "malformed note of verbs")
         if len(ends) != len(self._lanes):
-            raise TransferError(
-                f"the peer named {len(ends)} queue pairs; expected {len(self._lanes)}"
-            )
+            raise TransferError(f"expected {len(self._lanes)} queue pairs, got {len(ends)}: {ends}")
         for lane, end in zip(self._lanes, ends, strict=True):
             lane.connect(end)
         if not self.outgoing:
             self._name_ends()
-            return
-        for lane in self._lanes:
-            self._probe(lane)
+        else:
+            for lane in self._lanes:
+                self._probe(lane)
 
     def _name_ends(self) -> None:
         ends = [End(lane.qp.qpn, lane.psn) for lane in self._lanes]
@@ -288,11 +285,9 @@ class _Lane:
     receives     how many immediates may still come before more are posted
     """
 
-    def __init__(
-        self, medium: VerbsMedium, own: int, peers: Sequence[Address], theirs: int
-    ) -> None:
-        nic, depths = medium.nics[own], medium.depths
-        self.own, self.theirs, self.address = own, theirs, peers[theirs]
+    def __init__(self, medium: VerbsMedium, number: int, peers: Sequence[Address]) -> None:
+        self.own, self.theirs = number % len(medium.nics), number % len(peers)
+        nic, self.address, depths = medium.nics[self.own], peers[self.theirs], medium.depths
         if bool(nic.address.gid) != bool(self.address.gid):
             raise TransferError(
                 f"{nic} and the peer's NIC at {self.address} cannot meet: one is addressed by GID"
@@ -306,7 +301,6 @@ class _Lane:
         self._chains: deque[tuple[int, Job]] = deque()
         # Filled anew for every post, from the end. Only what differs is written then.
         self._requests, self._elements = verbs_device.send_chain(depths.send_chain)
-        self._numbers = np.arange(1, depths.send_chain + 1, dtype=np.uint64)
 
     @property
     def room(self) -> int:
@@ -345,7 +339,7 @@ class _Lane:
         requests, elements = self._requests[-count:], self._elements[-count:]
         np.add(source_offsets.view(np.uint64), source.base, out=elements["addr"])
         np.add(target_offsets.view(np.uint64), target.address, out=requests["remote_addr"])
-        np.add(self._numbers[:count], self.posted, out=requests["wr_id"])
+        requests["wr_id"] = np.arange(self.posted + 1, self.posted + count + 1)
         elements["length"], elements["lkey"] = nbytes, part.lkey
         requests["rkey"], requests["imm"] = target.rkeys[self.theirs], imm
         self.qp.post_sends(requests)
