@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address
+from ipaddress import IPv6Address
 from pathlib import Path
 from statistics import mode
 
@@ -31,24 +31,22 @@ _PCI_STEP = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0
 _NVIDIA_GPUS = ("0x10de 0x0300", "0x10de 0x0302")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Gid:
-    """An entry of a port's GID table: an address and, in `kind`, a version of RoCE."""
+    """An entry of a port's GID table; less is better. `faults`: RoCE v1, link-local, IPv6."""
 
+    faults: tuple[bool, bool, bool]
     index: int
-    address: IPv4Address | IPv6Address
-    kind: str
-    netdev: str
+    text: str
 
     @property
-    def faults(self) -> tuple[bool, bool, bool]:
-        """Less is better. The first two are not routable: RoCE v1, a link-local address."""
-        ip = self.address
-        return self.kind != "RoCE v2", ip.is_link_local, ip.version != 4
+    def is_routable(self) -> bool:
+        """Whether it leads beyond the own link."""
+        return not any(self.faults[:2])
 
     def __str__(self) -> str:
-        routable = "not routable" if any(self.faults[:2]) else "routable"
-        return f"GID {self.index} ({self.kind}, {self.address}, {self.netdev}, {routable})"
+        routable = "routable" if self.is_routable else "not routable"
+        return f"GID {self.index} ({self.text}, {routable})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ def choose_gid(port: Port, wanted: int | None = None) -> Gid | None:
         entry = "GID" if wanted is None else f"GID {wanted} (empty, or beyond the table)"
         valid = "; ".join(map(str, port.gids)) or "none, give its interface an address"
         raise ValueError(f"{port} has no {entry}; valid: {valid}")
-    return min(gids, key=lambda gid: (gid.faults, gid.index))
+    return min(gids)
 
 
 def choose_nics(
@@ -243,8 +241,7 @@ def _best(nics: Nics) -> Nics:
 
     def merit(port: Port) -> tuple[bool, float, str]:
         gid = nics[port]
-        routable = gid is None or not any(gid.faults[:2])
-        return routable, float((port.rate or "0").split()[0]), port.link_layer
+        return gid is None or gid.is_routable, float((port.rate or "0").split()[0]), port.link_layer
 
     most = max(map(merit, nics))
     return {port: gid for port, gid in nics.items() if merit(port) == most}
@@ -266,8 +263,9 @@ def _share(topology: Topology, gpu: Place, nics: Nics) -> tuple[Nics, str]:
 
 def _read_gid(port: Path, index: int, text: str) -> Gid:
     kind, netdev = (_read(port / f"gid_attrs/{folder}/{index}") for folder in ("types", "ndevs"))
-    address = IPv6Address(text)
-    return Gid(index=index, address=address.ipv4_mapped or address, kind=kind, netdev=netdev)
+    ip = IPv6Address(text).ipv4_mapped or IPv6Address(text)
+    faults = kind != "RoCE v2", ip.is_link_local, ip.version != 4
+    return Gid(faults=faults, index=index, text=f"{kind}, {ip}, {netdev}")
 
 
 def _read(path: Path) -> str:

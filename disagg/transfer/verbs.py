@@ -49,8 +49,7 @@ PROBE_BYTES = 4096
 #: For what is posted on a closing queue pair to come back, which takes microseconds.
 FLUSH_SECONDS = 1.0
 
-#: What a first write needs.
-_WAY = "GID or LID, the MTU of switches, firewalls (UDP 4791)"
+_NO_WAY = "; the way is not open: check GID or LID, the MTU of switches, firewalls (UDP 4791)"
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -132,12 +131,9 @@ class VerbsLink(Link):
         self._lanes: list[_Lane] = []
         self._holds: Counter[Ticket] = Counter()
         self._ready = False
-        info = _Info(
-            [nic.address for nic in medium.nics],
-            [region.granted for region in medium.regions],
-            medium.probe.granted,
-        )
-        self.info = msgspec.msgpack.encode(info)
+        addresses = [nic.address for nic in medium.nics]
+        granted = [region.granted for region in medium.regions]
+        self.info = msgspec.msgpack.encode(_Info(addresses, granted, medium.probe.granted))
 
     # From the opening to ready.
 
@@ -225,9 +221,6 @@ class VerbsLink(Link):
             self.guard(partial(self._take, lane))
         return super().take_ended()
 
-    def take_arrivals(self) -> None:
-        self.ended += self.take_ended()
-
     def _on_event(self, lane: _Lane, events: int) -> None:
         self.guard(lane.qp.rearm)
         self.guard(partial(self._take, lane))
@@ -259,9 +252,9 @@ class VerbsLink(Link):
     # The end.
 
     def revoke(self) -> None:
-        """Stop each queue pair, wait until all that is posted came back, and destroy it: nothing
-        reads its source or lands here any more. So it is too of one that takes too long, or whose
-        device is gone."""
+        """Stop each queue pair, wait until all that is posted came back (and count what arrived),
+        and destroy it: nothing reads its source or lands here any more. So it is too of one that
+        takes too long, or whose device is gone."""
         destroy_at = time.monotonic() + FLUSH_SECONDS
         for lane in self._lanes:
             with suppress(TransferError):
@@ -373,10 +366,8 @@ class _Lane:
         )
         if failed["wr_id"] == verbs_device.RECEIVE:
             what = "a receive"
-        why = (
+        hint = "" if self.heard and self.returned else _NO_WAY
+        return (
             f"{what} failed: {self.qp.explain(int(failed['status']))}; {self.qp},"
-            f" the peer's is {self.peer.qpn} at {self.address}"
+            f" the peer's is {self.peer.qpn} at {self.address}{hint}"
         )
-        if self.heard and self.returned:
-            return why
-        return f"{why}; the way is not open: check {_WAY}"
