@@ -11,6 +11,7 @@ is an AssertionError: more on their way than the queue is deep, a chain that doe
 import ctypes
 import itertools
 import os
+import weakref
 from collections import Counter, deque
 
 import numpy as np
@@ -25,7 +26,7 @@ from disagg.transfer.verbs_device import (
     SGE,
     WC,
     Address,
-    Registration,
+    base_of,
 )
 
 SUCCESS, LOCAL_PROTECTION, FLUSHED, REMOTE_ACCESS, RETRIES_EXCEEDED = 0, 4, 5, 10, 12
@@ -76,6 +77,7 @@ class FakeNic:
         )
         fabric.open["nic"] += 1
         self.is_open = True
+        self.registrations = weakref.WeakSet()
 
     def __str__(self):
         return f"{self.name} port {self.port} ({self.address})"
@@ -84,27 +86,35 @@ class FakeNic:
         limit = self.fabric.locked_bytes_limit
         if limit is not None and memory.nbytes > limit:
             raise TransferError(f"{self.name} cannot register {memory.nbytes} bytes")
-        base = memory.address if memory.device == "cpu" else memory.fd_offset
-        key = next(self.fabric.numbers)
-        self.fabric.memory[key] = (self, base, memory.nbytes, memory.writable)
-        self.fabric.open["registration"] += 1
-
-        def close():
-            assert self.is_open, "registrations are closed before their NIC"
-            del self.fabric.memory[key]
-            self.fabric.open["registration"] -= 1
-
-        return Registration(base=base, lkey=key, rkey=key, close=close)
+        return FakeRegistration(self, memory)
 
     def queue_pair(self, sends, receives, receive_chain):
         return FakeQueuePair(self, sends, receives, receive_chain)
 
     def close(self):
         if self.is_open:
-            assert not any(nic is self for nic, *_ in self.fabric.memory.values())
             assert not any(pair.nic is self for pair in self.fabric.queue_pairs.values())
             self.fabric.open["nic"] -= 1
             self.is_open = False
+            for registration in list(self.registrations):
+                registration.close()
+
+
+class FakeRegistration:
+    """Ends when nobody holds it any more, or with its NIC; as those of pyverbs do."""
+
+    def __init__(self, nic, memory):
+        self.fabric = nic.fabric
+        self.lkey = self.rkey = next(self.fabric.numbers)
+        self.fabric.memory[self.lkey] = (nic, base_of(memory), memory.nbytes, memory.writable)
+        self.fabric.open["registration"] += 1
+        nic.registrations.add(self)
+
+    def close(self):
+        if self.fabric.memory.pop(self.lkey, None):
+            self.fabric.open["registration"] -= 1
+
+    __del__ = close
 
 
 class FakeQueuePair:
@@ -128,7 +138,8 @@ class FakeQueuePair:
 
     def connect(self, own_psn, peer, address):
         self.check_device()
-        assert self.state == "INIT"
+        if self.state != "INIT":
+            raise TransferError(f"{self} cannot get ready to receive: Invalid argument")
         assert self.receives, "receives come first: the peer may write at once"
         theirs = self.fabric.queue_pairs.get(peer.qpn)
         if theirs is None or theirs.nic.address != address:

@@ -57,7 +57,10 @@ class Tree:
     def __init__(self, root: Path, *cpulists: str) -> None:
         self.root = root
         for node, cpulist in enumerate(cpulists):
-            write(root / f"devices/system/node/node{node}", cpulist=cpulist)
+            for first, _, last in (part.partition("-") for part in cpulist.split(",")):
+                for cpu in range(int(first), int(last or first) + 1):
+                    place = root / f"devices/system/cpu/cpu{cpu}"
+                    link(root / f"devices/system/node/node{node}/cpu{cpu}", place)
 
     def pci(self, way: str, numa_node: int, **files: str) -> Path:
         """A PCI device at the end of `way`, "pci0000:17/0000:17:01.0/0000:18:00.0"."""

@@ -10,7 +10,7 @@ import pytest
 
 from disagg.transfer import shm
 from disagg.transfer.auto import TRANSPORTS, make_engine
-from disagg.transfer.interface import PeerFenced, PeerLost, TransferError
+from disagg.transfer.interface import PeerFenced, PeerLost
 from disagg.transfer.shm import ShmLink, host_identity
 from disagg.transfer.tcp import TcpLink
 from disagg.transfer.verbs import VerbsLink
@@ -155,5 +155,3 @@ def test_every_transport_has_an_engine_and_no_other_name_has(transport):
         assert [medium.name for medium in engine._media] == wanted
     with pytest.raises(ValueError, match=r"expected one of auto, shm, verbs, tcp, got 'rdma'"):
         make_engine("rdma")
-    with pytest.raises(TransferError, match="expected 1 to 64 RDMA NICs, got 0"):
-        make_engine("verbs")

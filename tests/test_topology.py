@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 
 from disagg.transfer.topology import (
-    NicPort,
-    NicWishes,
+    RdmaFlags,
+    Topology,
     choose_gid,
     choose_nics,
     nearness,
-    parse_nic_map,
-    parse_nics,
     poll_cpus,
-    read_topology,
 )
 from tests import sysfs_trees as trees
 from tests.sysfs_trees import GLOBAL_IPV6, LINK_LOCAL, V1, V2, Machine, PortRow, Tree, ipv4
@@ -22,11 +19,11 @@ from tests.sysfs_trees import GLOBAL_IPV6, LINK_LOCAL, V1, V2, Machine, PortRow,
 GPUS = [f"cuda:{index}" for index in range(8)]
 
 
-def choose(root: Path, machine: Machine, devices=None, wishes=None):
+def choose(root: Path, machine: Machine, devices=None, **flags):
     """NICs of each memory as "mlx5_0 mlx5_1", and the lines."""
-    topology = read_topology(machine(root).root)
+    topology = Topology(machine(root).root)
     devices = ["cpu", *topology.gpus] if devices is None else devices
-    nics, lines = choose_nics(topology, devices, wishes or NicWishes())
+    nics, lines = choose_nics(topology, devices, RdmaFlags(**flags))
     return {device: " ".join(nic.name for nic in each) for device, each in nics.items()}, lines
 
 
@@ -72,13 +69,13 @@ def each_gpu(*nics: str) -> dict[str, str]:
         (
             trees.no_gpu,
             {"cpu": "mlx5_0 mlx5_1 mlx5_2"},
-            "cpu -> mlx5_2 port 1, GID 3 (RoCE v2, 10.0.0.2, eth2, routable): all, as no GPU",
+            "cpu -> mlx5_2 port 1, GID 3 (RoCE v2, 10.0.0.2, eth2, routable): all in use",
         ),
-        (trees.infiniband, {"cpu": "mlx5_0"}, "cpu -> mlx5_0 port 1, LID 0x1f: all, as no GPU"),
+        (trees.infiniband, {"cpu": "mlx5_0"}, "cpu -> mlx5_0 port 1, LID 0x1f: all in use"),
         (
             trees.bonded,
             {"cpu": "mlx5_bond_0"},
-            "cpu -> mlx5_bond_0 port 1, GID 3 (RoCE v2, 10.0.0.9, bond0, routable): all, as no GPU",
+            "cpu -> mlx5_bond_0 port 1, GID 3 (RoCE v2, 10.0.0.9, bond0, routable): all in use",
         ),
         (
             trees.bonded_by_kernel,
@@ -90,7 +87,7 @@ def each_gpu(*nics: str) -> dict[str, str]:
         (
             trees.soft_roce,
             {"cpu": "rxe1 rxe0"},
-            "cpu -> rxe1 port 1, GID 3 (RoCE v2, 10.0.0.1, eth1, routable): all, as no GPU",
+            "cpu -> rxe1 port 1, GID 3 (RoCE v2, 10.0.0.1, eth1, routable): all in use",
         ),
     ],
 )
@@ -125,43 +122,28 @@ def test_only_the_nics_of_the_gpus_in_use_are_opened(tmp_path):
 
 
 def test_gpus_take_turns_where_there_are_fewer_nics(tmp_path):
-    wishes = parsed({"rdma_device": "mlx5_4,mlx5_6"})
-    nics, _ = choose(tmp_path, trees.eight_to_eight, GPUS[:4], wishes)
+    nics, _ = choose(tmp_path, trees.eight_to_eight, GPUS[:4], rdma_device="mlx5_4, mlx5_6")
     assert [*nics.values()] == ["mlx5_4", "mlx5_6", "mlx5_4", "mlx5_6"]
 
 
-def test_gpus_are_counted_as_cuda_counts_them(tmp_path):
-    root = trees.eight_to_eight(tmp_path).root
-    places = read_topology(root).gpus
-    visible = [places["cuda:5"][-1].upper(), places["cuda:0"][-1]]
-    topology = read_topology(root, visible)
-    assert [topology.gpus["cuda:0"], topology.gpus["cuda:1"]] == [
-        places["cuda:5"],
-        places["cuda:0"],
-    ]
-    assert len(topology.gpus) == 8
-    nics, _ = choose_nics(topology, ["cuda:0", "cuda:1"], NicWishes())
-    assert [nic.name for nic in chain(*nics.values())] == ["mlx5_5", "mlx5_0"]
-
-
-def test_a_gpu_that_sysfs_does_not_show_is_far_from_every_nic(tmp_path):
-    topology = read_topology(trees.no_gpu(tmp_path).root, ["0009:00:00.0"])
-    nics, _ = choose_nics(topology, ["cuda:0"], NicWishes())
-    assert [nic.name for nic in nics["cuda:0"]] == ["mlx5_0", "mlx5_1", "mlx5_2"]
-    assert nics["cuda:0"][0].reason.endswith("other or unknown NUMA node")
+def test_gpus_are_counted_by_their_pci_address(tmp_path):
+    gpus = Topology(trees.eight_to_eight(tmp_path).root).gpus
+    assert [*gpus] == GPUS
+    addresses = [place[-1] for place in gpus.values()]
+    assert addresses == sorted(addresses)
 
 
 @pytest.mark.parametrize(
     ("machine", "found"),
     [
-        (trees.no_gpu, [(3, 0), (3, 1), (3, 1)]),
-        (trees.soft_roce, [(3, 1), (3, -1)]),
-        (trees.infiniband, [(None, 0)]),
+        (trees.no_gpu, [(3, "0"), (3, "1"), (3, "1")]),
+        (trees.soft_roce, [(3, "1"), (3, "unknown, []")]),
+        (trees.infiniband, [(None, "0")]),
     ],
 )
 def test_a_nic_has_its_gid_index_and_numa_node(tmp_path, machine, found):
-    nics, _ = choose_nics(read_topology(machine(tmp_path).root), ["cpu"], NicWishes())
-    assert [(nic.gid_index, nic.numa_node) for nic in nics["cpu"]] == found
+    nics, _ = choose_nics(Topology(machine(tmp_path).root), ["cpu"], RdmaFlags())
+    assert [(gid and gid.index, port.place[0]) for port, gid in nics["cpu"].items()] == found
 
 
 @pytest.mark.parametrize(
@@ -182,14 +164,14 @@ def test_devices_of_unknown_nodes_are_near_only_below_the_same_bridge(tmp_path):
     tree = Tree(tmp_path, "0-3", "4-7")
     for way in ("pci0000:17/0000:17:01.0", "pci0000:17/0000:17:02.0", "pci0000:97/0000:97:01.0"):
         tree.gpu(way, -1)
-    first, second, third = read_topology(tmp_path).gpus.values()
+    first, second, third = Topology(tmp_path).gpus.values()
     assert (nearness(first, second), nearness(first, third)) == (2, 0)
 
 
 def port(tmp_path: Path, row: PortRow):
     tree = Tree(tmp_path, "0-7")
     tree.nic("mlx5_0", tree.pci("pci0000:17/0000:17:01.0/0000:18:00.0", 0), row)
-    return read_topology(tmp_path).ports[0]
+    return Topology(tmp_path).ports[0]
 
 
 BAD, LOCAL, SIX, FOUR, FOUR_V1 = (
@@ -270,13 +252,8 @@ def test_a_port_without_any_address_is_refused(tmp_path):
     ],
 )
 def test_wishes_take_the_place_of_choices(tmp_path, wishes, nics):
-    found, _ = choose(tmp_path, trees.eight_to_eight, ["cpu", "cuda:0", "cuda:4"], parsed(wishes))
+    found, _ = choose(tmp_path, trees.eight_to_eight, ["cpu", "cuda:0", "cuda:4"], **wishes)
     assert found == nics
-
-
-def parsed(wishes: dict[str, object]) -> NicWishes:
-    parse = {"rdma_device": parse_nics, "nic_map": parse_nic_map}
-    return NicWishes(**{name: parse.get(name, int)(text) for name, text in wishes.items()})
 
 
 @pytest.mark.parametrize(
@@ -299,54 +276,29 @@ def parsed(wishes: dict[str, object]) -> NicWishes:
         (trees.infiniband, {"rdma_device": "mlx5_0:2"}, r"mlx5_0 port 2 .*state INIT\)"),
         (trees.efa, {"rdma_device": "rdmap16s27"}, r"EFA has no RC queue pairs"),
         (trees.nothing, {"rdma_device": "mlx5_0"}, r"mlx5_0.*none, load the driver"),
+        (trees.eight_to_eight, {"rdma_device": "mlx5_0,"}, r"'' cannot be used.*are: mlx5_0"),
+        (trees.eight_to_eight, {"rdma_device": "mlx5_0:x"}, r"'mlx5_0:x' cannot.*are: mlx5_0"),
+        (trees.eight_to_eight, {"nic_map": "mlx5_0"}, r"expected as in cuda:0=.*got 'mlx5_0'"),
+        (trees.eight_to_eight, {"nic_map": "cpu=mlx5_0;"}, r"expected as in cuda:0=mlx5_0"),
+        (trees.eight_to_eight, {"nic_map": "cpu="}, r"'' cannot be used.*are: mlx5_0"),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_an_error_that_says_what_there_is(
     tmp_path, machine, wishes, why
 ):
     with pytest.raises(ValueError, match=why):
-        choose(tmp_path, machine, ["cpu", "cuda:1"], parsed(wishes))
+        choose(tmp_path, machine, ["cpu", "cuda:1"], **wishes)
 
 
 def test_a_device_without_a_port_means_those_that_are_active(tmp_path):
-    nics, _ = choose(tmp_path, trees.infiniband, ["cpu"], parsed({"rdma_device": "mlx5_0"}))
+    nics, _ = choose(tmp_path, trees.infiniband, ["cpu"], rdma_device="mlx5_0")
     assert nics == {"cpu": "mlx5_0"}
 
 
 def test_an_index_asked_for_is_that_of_every_port(tmp_path):
-    topology = read_topology(trees.eight_to_eight(tmp_path).root)
-    wishes = NicWishes(gid_index=1, nic_map=parse_nic_map("cuda:0=mlx5_8"))
-    nics, _ = choose_nics(topology, GPUS, wishes)
-    assert {nic.gid_index for nic in chain(*nics.values())} == {1}
-
-
-@pytest.mark.parametrize(
-    ("parse", "text", "value"),
-    [
-        (parse_nics, "mlx5_0", [("mlx5_0", None)]),
-        (parse_nics, "mlx5_0:1, rocep1s0f0.v2:12", [("mlx5_0", 1), ("rocep1s0f0.v2", 12)]),
-        (
-            parse_nic_map,
-            "cuda:0=mlx5_0,mlx5_1:2; cuda:1=mlx5_2",
-            {"cuda:0": [("mlx5_0", None), ("mlx5_1", 2)], "cuda:1": [("mlx5_2", None)]},
-        ),
-    ],
-)
-def test_flags_are_read(parse, text, value):
-    assert parse(text) == value
-
-
-@pytest.mark.parametrize(
-    ("parse", "text"),
-    [
-        *((parse_nics, text) for text in ("", "mlx5_0,", "mlx5_0:", "mlx5_0:0", "mlx5_0:x", "a b")),
-        *((parse_nic_map, text) for text in ("", "mlx5_0", "cuda:0=", "cuda:0=a;", "cpu=a;cpu=b")),
-    ],
-)
-def test_flags_that_are_malformed_are_refused_with_their_text(parse, text):
-    with pytest.raises(ValueError, match=r"expected .* as in ") as caught:
-        parse(text)
-    assert str(caught.value).endswith(f"got {text!r}")
+    topology = Topology(trees.eight_to_eight(tmp_path).root)
+    nics, _ = choose_nics(topology, GPUS, RdmaFlags(gid_index=1, nic_map="cuda:0=mlx5_8"))
+    assert {gid.index for each in nics.values() for gid in each.values()} == {1}
 
 
 @pytest.mark.parametrize(
@@ -362,20 +314,13 @@ def test_flags_that_are_malformed_are_refused_with_their_text(parse, text):
     ],
 )
 def test_the_polling_thread_runs_near_its_nics(tmp_path, machine, available, wanted, cpus):
-    topology = read_topology(machine(tmp_path).root)
-    nics, _ = choose_nics(topology, ["cpu", *topology.gpus], NicWishes())
+    topology = Topology(machine(tmp_path).root)
+    nics, _ = choose_nics(topology, ["cpu", *topology.gpus], RdmaFlags())
     found, why = poll_cpus(topology, chain(*nics.values()), set(available), wanted)
     assert (found, bool(why)) == (cpus, True)
 
 
 def test_a_cpu_where_the_process_may_not_run_is_refused(tmp_path):
-    topology = read_topology(trees.no_gpu(tmp_path).root)
+    topology = Topology(trees.no_gpu(tmp_path).root)
     with pytest.raises(ValueError, match=r"--poll-cpu 9: .*\[0, 1\]"):
         poll_cpus(topology, [], {0, 1}, 9)
-
-
-def test_the_same_port_is_equal_whatever_the_reason():
-    one, other = (
-        NicPort(name="mlx5_0", port=1, gid_index=3, numa_node=0, reason=why) for why in "ab"
-    )
-    assert {one} == {other}

@@ -189,10 +189,8 @@ def put(name, index, value):
         put("nics", 0, ["", 1, 1 << 40]),
         put("regions", 0, [-1, 8, [1]]),
         put("regions", 0, [0, -8, [1]]),
-        put("regions", 0, [(1 << 64) - 8, 9, [1]]),
         put("regions", 0, [0, 8, []]),
         put("regions", 0, [0, 8, [1, 2]]),
-        put("regions", 0, [0, 0, [1]]),
         put("regions", 0, [0, 8, [1 << 32]]),
         put("regions", 0, [0, 8, [-1]]),
         put("regions", 0, [0, 8, [1], 4]),
@@ -224,9 +222,9 @@ def test_a_forged_opening_ends_the_connection(world, start, fabric, monkeypatch,
 @pytest.mark.parametrize(
     "note",
     [
-        *(b"", b"\xc1", [[]], [[[1 << 24, 1]]], [[[1, -1]]], [[[1]]]),
-        [[[1, 1], [1, 1]]],
-        [[[4242, 1]]],
+        *(b"", b"\xc1", [], [[1 << 24, 1]], [[1, -1]], [[1]]),
+        [[1, 1], [1, 1]],
+        [[4242, 1]],
     ],
 )
 def test_a_forged_note_ends_the_connection(world, start, fabric, note):
@@ -243,7 +241,7 @@ def test_a_forged_note_ends_the_connection(world, start, fabric, note):
     left.engine.connect(*right.engine.listen("127.0.0.1", 0))
     world.run(lambda: left.of(PeerFenced))
     world.run(lambda: not fabric.queue_pairs)
-    assert any(word in why(left) for word in ("note of verbs", "queue pairs; expected", "4242"))
+    assert any(word in why(left) for word in ("note of verbs", "expected 1 queue pairs", "4242"))
 
 
 def test_a_second_note_ends_the_connection(world, start):
@@ -251,7 +249,7 @@ def test_a_second_note_ends_the_connection(world, start):
     _, back = world.connect(left, right)
     right.engine._peers[back].link._name_ends()
     world.run(lambda: left.of(PeerFenced))
-    assert "named 1 queue pairs; expected 1, once" in why(left)
+    assert "cannot get ready to receive" in why(left)
 
 
 def test_a_key_of_a_region_that_is_a_source_alone_is_never_given_away(world, start, fabric):
@@ -479,20 +477,24 @@ def test_the_fence_waits_for_every_receive_to_come_back(world, start, fabric):
     _, back = world.connect(left, right)
     pairs = [lane.qp for lane in lanes_of(right, back)]
     fabric.holds_flushes = True
+    looks = []
+    for pair in pairs:
+        pair.poll = partial(flushed_late, pair, pair.poll, looks)
     right.engine.close_peer(back, "silent")
     right.poll()
-    assert [pair.state for pair in pairs] == ["ERROR", "ERROR"]
-    for _ in range(5):
-        right.poll(0.02)
-    assert [type(event) for event in right.events[1:]] == [PeerLost]
-    pairs[0].flush()
-    for _ in range(5):
-        right.poll(0.02)
-    assert not right.of(PeerFenced)
-    assert pairs[0].state == "ERROR"  # not destroyed before the fence is complete
-    pairs[1].flush()
-    world.run(lambda: right.of(PeerFenced))
+    # Each was looked at until it had flushed, and not destroyed before.
+    assert looks == [pair for pair in pairs for _ in range(4)]
+    assert [type(event) for event in right.events[1:]] == [PeerLost, PeerFenced]
     assert [pair.state for pair in pairs] == ["closed", "closed"]
+
+
+def flushed_late(pair, poll, looks):
+    """A `poll` whose fourth call in the error state is when the NIC has come so far."""
+    if pair.state == "ERROR":
+        looks.append(pair)
+        if looks.count(pair) == 4:
+            pair.flush()
+    return poll()
 
 
 def test_no_source_is_read_any_more_when_a_peer_is_lost(world, start, fabric):

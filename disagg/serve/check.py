@@ -32,8 +32,9 @@ from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
+from disagg.transfer.auto import make_engine, open_nics
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, TransferEngine
+from disagg.transfer.topology import RdmaFlags
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.

@@ -24,7 +24,7 @@ from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
-from disagg.transfer.auto import RdmaFlags
+from disagg.transfer.topology import RdmaFlags
 
 
 def serve_prefill(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -120,6 +120,9 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     Weights are stored in bfloat16. transformers reads all of it; what differs from the tokenizer
     that the model was trained with is put right here.
     """
+    # Takes seconds to import, and is needed once.
+    from transformers import AutoModelForCausalLM
+
     disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.bfloat16

@@ -45,8 +45,9 @@ from disagg.serve.answer import Answer, News
 from disagg.serve.tokenizer import TextStream
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
-from disagg.transfer.auto import RdmaFlags, make_engine, open_nics
+from disagg.transfer.auto import make_engine, open_nics
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
+from disagg.transfer.topology import RdmaFlags
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,6 @@ NICs do not reach each other, the connection ends and says so.
 import logging
 import os
 from collections.abc import Sequence, Set
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 from disagg.transfer import topology, verbs_device
 from disagg.transfer.interface import TransferError
@@ -21,6 +19,7 @@ from disagg.transfer.medium import Medium
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.topology import RdmaFlags
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
 
@@ -32,7 +31,7 @@ TRANSPORTS = ("auto", "shm", "verbs", "tcp")
 
 def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
     """The engine of one of `TRANSPORTS`, which closes the `nics`; "auto" does without. ValueError
-    for another name, TransferError for "verbs" without NICs."""
+    for another name."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
     media: list[Medium] = []
@@ -43,16 +42,6 @@ def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
     if transport in ("auto", "tcp"):
         media.append(TcpMedium())
     return QueuedEngine(media)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RdmaFlags:
-    """Named as the flags; each takes the place of a choice. See `topology.py`."""
-
-    rdma_device: str | None = None
-    gid_index: int | None = None
-    nic_map: str | None = None
-    poll_cpu: int | None = None
 
 
 def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
@@ -66,20 +55,13 @@ def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
     try:
         if verbs_device.MISSING:
             raise TransferError(verbs_device.MISSING)
-        wishes = topology.NicWishes(
-            rdma_device=topology.parse_nics(flags.rdma_device) if flags.rdma_device else (),
-            gid_index=flags.gid_index,
-            nic_map=topology.parse_nic_map(flags.nic_map) if flags.nic_map else {},
-        )
-        machine = topology.read_topology()
-        nics, lines = topology.choose_nics(machine, ["cpu"], wishes)
-        ports = list(dict.fromkeys(nics["cpu"]))
+        machine = topology.Topology()
+        chosen, lines = topology.choose_nics(machine, ["cpu"], flags)
+        ports = chosen["cpu"]
         cpus, why = topology.poll_cpus(machine, ports, available, flags.poll_cpu)
-        with ExitStack() as opening:
-            opened = [
-                opening.enter_context(Nic(port.name, port.port, port.gid_index)) for port in ports
-            ]
-            opening.pop_all()
+        nics = [
+            Nic(port.name, port.port, gid.index if gid else None) for port, gid in ports.items()
+        ]
     except (ValueError, TransferError) as error:
         if transport == "verbs" or flags != RdmaFlags():
             raise TransferError(f"--transport {transport}: {error}") from error
@@ -87,4 +69,4 @@ def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
         return [], available
     for line in [*lines, f"polled on CPUs {sorted(cpus)}: {why}"]:
         logger.info("RDMA: %s", line)
-    return opened, cpus
+    return nics, cpus

@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 #: Counts arrivals of an immediate: `arrived(imm, count)`.
 Arrived = Callable[[int, int], None]
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -148,8 +148,8 @@ class Medium(ABC):
         """Give back what is held, after all links. May be called twice."""
 
 
-def decode(data: bytes, kind: type[_Struct], what: str) -> _Struct:
-    """A peer's msgpack struct. TransferError says `what` is wrong with it."""
+def decode(data: bytes, kind: type[_Kind], what: str) -> _Kind:
+    """A peer's msgpack. TransferError says `what` is wrong with it."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, ValueError) as error:

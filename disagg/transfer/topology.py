@@ -17,43 +17,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address
-from itertools import chain
+from dataclasses import dataclass
+from ipaddress import IPv6Address
 from pathlib import Path
 from statistics import mode
 
 #: The way to a device: NUMA node, host bridge, root port, both ends of each switch, itself.
 Place = tuple[str, ...]
-#: As a flag names a NIC: device and port; without a port, all of them that are active.
-NicName = tuple[str, int | None]
-Cpus = Mapping[int, Set[int]]
 
 #: In words, how near two devices are whose ways begin with as many common steps.
 _NEARNESS = ("other or unknown NUMA node", "same NUMA node", "same host bridge", "same PCI switch")
 _PCI_STEP = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NVIDIA_GPUS = ("0x10de 0x0300", "0x10de 0x0302")
-_NIC_NAME = re.compile(r"([\w.-]+)(?::([1-9][0-9]*))?")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Gid:
-    """An entry of a port's GID table: an address and, in `kind`, a version of RoCE."""
+    """An entry of a port's GID table; less is better. `faults`: RoCE v1, link-local, IPv6."""
 
+    faults: tuple[bool, bool, bool]
     index: int
-    address: IPv4Address | IPv6Address
-    kind: str
-    netdev: str
+    text: str
 
     @property
-    def faults(self) -> tuple[bool, bool, bool]:
-        """Less is better. The first two are not routable: RoCE v1, a link-local address."""
-        ip = self.address
-        return self.kind != "RoCE v2", ip.is_link_local, ip.version != 4
+    def is_routable(self) -> bool:
+        """Whether it leads beyond the own link."""
+        return not any(self.faults[:2])
 
     def __str__(self) -> str:
-        routable = "not routable" if any(self.faults[:2]) else "routable"
-        return f"GID {self.index} ({self.kind}, {self.address}, {self.netdev}, {routable})"
+        routable = "routable" if self.is_routable else "not routable"
+        return f"GID {self.index} ({self.text}, {routable})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,55 +67,65 @@ class Port:
         return f"{self.name} port {self.port} ({self.link_layer}, {self.rate}, state {self.state})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """GPUs by the name of their memory ("cuda:0"), ports by place, CPUs by NUMA node."""
-
-    gpus: Mapping[str, Place]
-    ports: Sequence[Port]
-    cpus: Cpus
+#: Ports to open, each with the address it is used by; None: by its LID.
+Nics = dict[Port, Gid | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NicWishes:
-    """What the flags ask for, parsed. Each takes the place of a choice."""
+class RdmaFlags:
+    """Named as the flags; each takes the place of a choice. A NIC is a device and its port, as in
+    "mlx5_0,mlx5_1:2"; without a port, all of them that are active. A map gives each memory its own,
+    as in "cuda:0=mlx5_0,mlx5_1;cuda:1=mlx5_2"."""
 
-    rdma_device: Sequence[NicName] = ()
+    rdma_device: str | None = None
     gid_index: int | None = None
-    nic_map: Mapping[str, Sequence[NicName]] = field(default_factory=dict)
+    nic_map: str | None = None
+    poll_cpu: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class NicPort:
-    """What to open, and why; `gid_index` None: addressed by LID. `numa_node` -1: unknown."""
-
-    name: str
-    port: int
-    gid_index: int | None
-    numa_node: int
-    reason: str = field(compare=False)
-
-
-def read_topology(root: Path = Path("/sys"), cuda_gpus: Sequence[str] = ()) -> Topology:
+class Topology:
     """The machine under `root`, a sysfs; a folder that is missing holds nothing.
 
-    `cuda_gpus`: PCI addresses as CUDA counts its GPUs. Those not named come behind, by address,
-    which is CUDA's order too with CUDA_DEVICE_ORDER=PCI_BUS_ID and all GPUs visible.
+    CPUs by NUMA node; GPUs by the name of their memory ("cuda:0"), in the order that CUDA has with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID and all GPUs visible; ports by place.
     """
-    nodes = (root / "devices/system/node").glob("node[0-9]*")
-    cpus = {int(node.name[4:]): _parse_cpus(_read(node / "cpulist")) for node in nodes}
-    gpus = {
-        device.name: _place(device, cpus)
-        for device in sorted((root / "bus/pci/devices").glob("*"))
-        if f"{_read(device / 'vendor')} {_read(device / 'class')}".startswith(_NVIDIA_GPUS)
-    }
-    order = dict.fromkeys([*(address.lower() for address in cuda_gpus), *gpus])
-    ports = [_read_port(path, cpus) for path in (root / "class/infiniband").glob("*/ports/*")]
-    return Topology(
-        gpus={f"cuda:{index}": gpus.get(address, ()) for index, address in enumerate(order)},
-        ports=sorted(ports, key=lambda port: (port.place, port.name, port.port)),
-        cpus=cpus,
-    )
+
+    def __init__(self, root: Path = Path("/sys")) -> None:
+        self.cpus: Mapping[str, Set[int]] = {
+            node.name[4:]: {int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")}
+            for node in (root / "devices/system/node").glob("node[0-9]*")
+        }
+        gpus = [
+            self._place(device)
+            for device in sorted((root / "bus/pci/devices").glob("*"))
+            if f"{_read(device / 'vendor')} {_read(device / 'class')}".startswith(_NVIDIA_GPUS)
+        ]
+        self.gpus = {f"cuda:{index}": place for index, place in enumerate(gpus)}
+        ports = map(self._read_port, (root / "class/infiniband").glob("*/ports/*"))
+        self.ports = sorted(ports, key=lambda port: (port.place, port.name, port.port))
+
+    def _place(self, device: Path) -> Place:
+        """Where a link leads. Some devices are a part of a PCI device; virtual ones are of none."""
+        folder = device.resolve()
+        pci = [part for part in folder.parts if _PCI_STEP.fullmatch(part)]
+        node = next(filter(None, (_read(d / "numa_node") for d in (folder, *folder.parents))), "-1")
+        if len(self.cpus) == 1:  # such a machine often does not say so of its devices
+            (node,) = self.cpus
+        return (f"unknown, {pci[:1]}" if node == "-1" else node, *pci)
+
+    def _read_port(self, path: Path) -> Port:
+        """Of `class/infiniband/NAME/ports/PORT`."""
+        device = path.parents[1]
+        table = sorted((int(entry.name), _read(entry)) for entry in (path / "gids").glob("*"))
+        return Port(
+            name=device.name,
+            port=int(path.name),
+            place=self._place(device / "device"),
+            gids=tuple(_read_gid(path, index, gid) for index, gid in table if gid.strip("0:")),
+            driver=(device / "device/driver").resolve().name,
+            state=_read(path / "state").rpartition(" ")[2],
+            **{file: _read(path / file) for file in ("link_layer", "rate", "lid")},
+        )
 
 
 def nearness(a: Place, b: Place) -> int:
@@ -149,43 +152,49 @@ def choose_gid(port: Port, wanted: int | None = None) -> Gid | None:
         entry = "GID" if wanted is None else f"GID {wanted} (empty, or beyond the table)"
         valid = "; ".join(map(str, port.gids)) or "none, give its interface an address"
         raise ValueError(f"{port} has no {entry}; valid: {valid}")
-    return min(gids, key=lambda gid: (gid.faults, gid.index))
+    return min(gids)
 
 
 def choose_nics(
-    topology: Topology, devices: Sequence[str], wishes: NicWishes
-) -> tuple[dict[str, tuple[NicPort, ...]], list[str]]:
+    topology: Topology, devices: Sequence[str], flags: RdmaFlags
+) -> tuple[dict[str, Nics], list[str]]:
     """The NICs of each of `devices` ("cpu", "cuda:0"...), and lines for a log: the choice and why.
 
-    ValueError if no port can be used, or not as wished.
+    ValueError if no port can be used, or not as the flags ask.
     """
-    if unknown := wishes.nic_map.keys() - {*devices}:
-        raise ValueError(f"no memory {', '.join(unknown)} to map; there is {', '.join(devices)}")
-    gids, left_out = _usable(topology.ports, wishes.rdma_device, wishes.gid_index)
-    candidates = [*gids] if wishes.rdma_device else _best(gids)
-    worse = [f"{port} at {gids[port] or port.lid}" for port in gids if port not in candidates]
-    left_out += [f"{port}: {candidates[0]} is better" for port in worse]
+    pairs = [pair.partition("=") for pair in (flags.nic_map.split(";") if flags.nic_map else ())]
+    mapped = {device.strip(): names for device, _, names in pairs}
+    if unknown := mapped.keys() - {*devices}:
+        raise ValueError(
+            f"no memory {', '.join(unknown)} to map; there is {', '.join(devices)};"
+            f" expected as in cuda:0=mlx5_0,mlx5_1;cpu=mlx5_2, got {flags.nic_map!r}"
+        )
+    usable, left_out = _usable(topology.ports, flags.rdma_device, flags.gid_index)
+    candidates = usable if flags.rdma_device else _best(usable)
+    worse = [f"{port} at {gid or port.lid}" for port, gid in usable.items() - candidates.items()]
+    left_out += [f"{port}: {next(iter(candidates))} is better" for port in sorted(worse)]
     lines = [f"left out: {why}" for why in left_out]
-    nics: dict[str, tuple[NicPort, ...]] = {}
-    in_use: dict[Port, None] = {}
+    nics: dict[str, Nics] = {}
+    in_use: Nics = {}
     # The CPU comes last: where there are GPUs, its bytes take the NICs that are open anyway.
     for device in sorted(devices, key="cpu".__eq__):
-        if device in wishes.nic_map:
-            mapped, _ = _usable(topology.ports, wishes.nic_map[device], wishes.gid_index)
-            gids |= mapped
-            ports, why = [*mapped], "as mapped"
-        elif device != "cpu":
-            ports, why = _share(topology, topology.gpus[device], candidates)
+        if device in mapped:
+            nics[device], _ = _usable(topology.ports, mapped[device], flags.gid_index)
+            why = "as mapped"
+        elif device == "cpu":
+            nics[device], why = dict(in_use or candidates), "all in use"
         else:
-            ports, why = ([*in_use], "a GPU's") if in_use else (candidates, "all, as no GPU")
-        in_use |= dict.fromkeys(ports)
-        nics[device] = tuple(_nic_port(port, gids[port], why) for port in ports)
-        lines += [f"{device} -> {nic.name} port {nic.port}, {nic.reason}" for nic in nics[device]]
+            nics[device], why = _share(topology, topology.gpus[device], candidates)
+        in_use |= nics[device]
+        lines += [
+            f"{device} -> {port.name} port {port.port}, {gid or f'LID {port.lid}'}: {why}"
+            for port, gid in nics[device].items()
+        ]
     return nics, lines
 
 
 def poll_cpus(
-    topology: Topology, nics: Iterable[NicPort], available: Set[int], wanted: int | None
+    topology: Topology, ports: Iterable[Port], available: Set[int], wanted: int | None
 ) -> tuple[Set[int], str]:
     """Where the polling thread may run, and why: on the NUMA node that most of its NICs are on.
 
@@ -195,128 +204,68 @@ def poll_cpus(
         raise ValueError(f"--poll-cpu {wanted}: expected one of {sorted(available)}")
     if wanted is not None:
         return {wanted}, "as asked"
-    node = mode(nic.numa_node for nic in nics)
+    node = mode(port.place[0] for port in ports)
     near = topology.cpus.get(node, frozenset()) & available
     return (near, f"NUMA node {node}, as its NICs") if near else (available, "none known as nearer")
 
 
-def parse_nics(text: str) -> list[NicName]:
-    """The value of `--rdma-device`, NAME[:PORT][,NAME...]. ValueError for anything else."""
-    matches = [_NIC_NAME.fullmatch(part.strip()) for part in text.split(",")]
-    if not all(matches):
-        raise ValueError(f"expected NAME[:PORT][,NAME...] as in mlx5_0,mlx5_1:2, got {text!r}")
-    return [(match[1], int(match[2]) if match[2] else None) for match in matches if match]
-
-
-def parse_nic_map(text: str) -> dict[str, list[NicName]]:
-    """The value of `--nic-map`, as in "cuda:0=mlx5_0,mlx5_1;cuda:1=mlx5_2". Else ValueError."""
-    pairs = [part.strip().partition("=") for part in text.split(";")]
-    if not all(nics for _, _, nics in pairs) or len({device for device, *_ in pairs}) < len(pairs):
-        raise ValueError(f"expected each memory once, as in cuda:0=mlx5_0;cpu=mlx5_1, got {text!r}")
-    return {device: parse_nics(nics) for device, _, nics in pairs}
-
-
-# --- Choosing ---
-
-
 def _usable(
-    ports: Sequence[Port], names: Sequence[NicName], gid_index: int | None
-) -> tuple[dict[Port, Gid | None], list[str]]:
+    ports: Sequence[Port], names: str | None, gid_index: int | None
+) -> tuple[Nics, list[str]]:
     """Ports of these names, or all: which can be used, by what address, and why not the others."""
-    gids: dict[Port, Gid | None] = {}
+    nics: Nics = {}
     problems = []
+    wanted = set() if names is None else {name.strip() for name in names.split(",")}
+    missing = set(wanted)
     for port in ports:
-        if not names or {(port.name, None), (port.name, port.port)} & {*names}:
+        called = {port.name, f"{port.name}:{port.port}"}
+        if not wanted or called & wanted:
             try:
-                gids[port] = choose_gid(port, gid_index)
+                nics[port] = choose_gid(port, gid_index)
+                missing -= called
             except ValueError as error:
                 problems.append(str(error))
-    usable = {(port.name, number) for port in gids for number in (None, port.port)}
-    missing = [f"{name}:{number or '*'} cannot be used" for name, number in {*names} - usable]
-    if missing or not gids:
+    if missing or not nics:
         there = ", ".join(map(str, ports)) or "none, load the driver of one"
-        raise ValueError("; ".join([*missing, *problems, f"RDMA ports are: {there}"]))
-    return gids, problems
+        unusable = [f"{name!r} cannot be used" for name in sorted(missing)]
+        raise ValueError("; ".join([*unusable, *problems, f"RDMA ports are: {there}"]))
+    return nics, problems
 
 
-def _best(gids: Mapping[Port, Gid | None]) -> list[Port]:
-    """The ports with the best addresses and speed.
+def _best(nics: Nics) -> Nics:
+    """Those with the best addresses and speed.
 
     Pages are spread evenly, so a slower port would set the pace of all; and the peers of one
     fabric, or kind of address, are not reached from another.
     """
 
     def merit(port: Port) -> tuple[bool, float, str]:
-        gid = gids[port]
-        routable = gid is None or not any(gid.faults[:2])
-        return routable, float((port.rate or "0").split()[0]), port.link_layer
+        gid = nics[port]
+        return gid is None or gid.is_routable, float((port.rate or "0").split()[0]), port.link_layer
 
-    return [port for port in gids if merit(port) == max(map(merit, gids))]
+    most = max(map(merit, nics))
+    return {port: gid for port, gid in nics.items() if merit(port) == most}
 
 
-def _share(topology: Topology, gpu: Place, ports: Sequence[Port]) -> tuple[list[Port], str]:
-    """The nearest ports to a GPU, dealt out among all GPUs to which just these are nearest."""
+def _share(topology: Topology, gpu: Place, nics: Nics) -> tuple[Nics, str]:
+    """The nearest NICs to a GPU, dealt out among all GPUs to which just these are nearest."""
 
     def nearest(place: Place) -> list[Port]:
-        most = max(nearness(place, port.place) for port in ports)
-        return [port for port in ports if nearness(place, port.place) == most]
+        most = max(nearness(place, port.place) for port in nics)
+        return [port for port in nics if nearness(place, port.place) == most]
 
     near = nearest(gpu)
     rivals = sorted(other for other in topology.gpus.values() if nearest(other) == near)
     rank = rivals.index(gpu)
     mine = near[rank :: len(rivals)] or [near[rank % len(near)]]
-    return mine, _NEARNESS[min(nearness(gpu, near[0].place), 3)]
-
-
-def _nic_port(port: Port, gid: Gid | None, why: str) -> NicPort:
-    return NicPort(
-        name=port.name,
-        port=port.port,
-        gid_index=gid.index if gid else None,
-        numa_node=int(port.place[0]) if port.place[0].isdecimal() else -1,
-        reason=f"{gid or f'LID {port.lid}'}: {why}",
-    )
-
-
-# --- Reading sysfs ---
-
-
-def _read_port(path: Path, cpus: Cpus) -> Port:
-    """Of `class/infiniband/NAME/ports/PORT`."""
-    device = path.parents[1]
-    driver = device / "device/driver"
-    table = sorted((int(entry.name), _read(entry)) for entry in (path / "gids").glob("*"))
-    return Port(
-        name=device.name,
-        port=int(path.name),
-        place=_place(device / "device", cpus),
-        gids=tuple(_read_gid(path, index, gid) for index, gid in table if gid.strip("0:")),
-        driver=driver.resolve().name if driver.exists() else "",
-        state=_read(path / "state").rpartition(" ")[2],
-        **{file: _read(path / file) for file in ("link_layer", "rate", "lid")},
-    )
+    return {port: nics[port] for port in mine}, _NEARNESS[min(nearness(gpu, near[0].place), 3)]
 
 
 def _read_gid(port: Path, index: int, text: str) -> Gid:
     kind, netdev = (_read(port / f"gid_attrs/{folder}/{index}") for folder in ("types", "ndevs"))
-    address = IPv6Address(text)
-    return Gid(index=index, address=address.ipv4_mapped or address, kind=kind, netdev=netdev)
-
-
-def _place(device: Path, cpus: Cpus) -> Place:
-    """Where a link leads. Some devices are a part of a PCI device; virtual ones are of none."""
-    folder = device.resolve()
-    pci = [part for part in folder.parts if _PCI_STEP.fullmatch(part)]
-    node = next(filter(None, (_read(d / "numa_node") for d in (folder, *folder.parents))), "-1")
-    # A machine of one node often does not say so of its devices.
-    node = str(*cpus) if len(cpus) == 1 else node
-    return (f"unknown, {pci[:1]}" if node == "-1" else node, *pci)
-
-
-def _parse_cpus(text: str) -> frozenset[int]:
-    """Of "0-3,8-11"."""
-    ranges = [part.partition("-") for part in text.split(",") if part]
-    return frozenset(chain(*(range(int(a), int(b or a) + 1) for a, _, b in ranges)))
+    ip = IPv6Address(text).ipv4_mapped or IPv6Address(text)
+    faults = kind != "RoCE v2", ip.is_link_local, ip.version != 4
+    return Gid(faults=faults, index=index, text=f"{kind}, {ip}, {netdev}")
 
 
 def _read(path: Path) -> str:

@@ -23,11 +23,11 @@ the sender's NIC waits and asks again, so that costs time, never data.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -40,7 +40,7 @@ from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
-from disagg.transfer.verbs_device import Address, End, Nic, Registration, Requests
+from disagg.transfer.verbs_device import Address, End, Nic, Requests, base_of
 from disagg.transfer.waiter import READABLE
 
 MAX_NICS = 64
@@ -48,6 +48,8 @@ MAX_NICS = 64
 PROBE_BYTES = 4096
 #: For what is posted on a closing queue pair to come back, which takes microseconds.
 FLUSH_SECONDS = 1.0
+
+_NO_WAY = "; the way is not open: check GID or LID, the MTU of switches, firewalls (UDP 4791)"
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -81,18 +83,16 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     probe: Region
 
 
-class _Ends(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The note: our end of each queue pair."""
-
-    ends: list[End]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Registered:
-    """A region of ours on each NIC, and what a peer gets to know of it."""
+    """A region of ours, registered on each NIC."""
 
-    parts: list[Registration]
-    granted: Region
+    def __init__(self, memory: Memory, nics: Sequence[Nic]) -> None:
+        self.parts = [nic.register(memory) for nic in nics]
+        self.base = base_of(memory)
+        #: What a peer gets to know of it.
+        self.granted = Region(0, 0, [])
+        if memory.writable:
+            self.granted = Region(self.base, memory.nbytes, [part.rkey for part in self.parts])
 
 
 class VerbsMedium(Medium):
@@ -102,38 +102,22 @@ class VerbsMedium(Medium):
     name = "verbs"
 
     def __init__(self, nics: Sequence[Nic], depths: Depths | None = None) -> None:
-        if not 1 <= len(nics) <= MAX_NICS:
-            raise TransferError(f"verbs: expected 1 to {MAX_NICS} RDMA NICs, got {len(nics)}")
         self.nics = nics
         self.depths = depths or Depths()
         self.regions: list[_Registered] = []
-        self._held = contextlib.ExitStack()
-        for nic in nics:
-            self._held.callback(nic.close)
         self._probe_bytes = np.zeros(PROBE_BYTES, np.uint8)
         address = self._probe_bytes.ctypes.data
-        self.probe = self._register(Memory(address=address, nbytes=PROBE_BYTES))
+        self.probe = _Registered(Memory(address=address, nbytes=PROBE_BYTES), nics)
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        self.regions.append(self._register(memory))
+        self.regions.append(_Registered(memory, self.nics))
 
     def link(self, connection: Connection) -> Link:
         return VerbsLink(connection, self)
 
     def close(self) -> None:
-        self._held.close()
-
-    def _register(self, memory: Memory) -> _Registered:
-        with contextlib.ExitStack() as registering:
-            parts = []
-            for nic in self.nics:
-                parts.append(nic.register(memory))
-                registering.callback(parts[-1].close)
-            self._held.push(registering.pop_all())  # on all of the NICs, or on none
-        granted = Region(0, 0, [])
-        if memory.writable:
-            granted = Region(parts[0].base, memory.nbytes, [part.rkey for part in parts])
-        return _Registered(parts=parts, granted=granted)
+        for nic in self.nics:
+            nic.close()
 
 
 class VerbsLink(Link):
@@ -146,29 +130,22 @@ class VerbsLink(Link):
         self._arrived = connection.arrived
         self._lanes: list[_Lane] = []
         self._holds: Counter[Ticket] = Counter()
-        self._connected = self._ready = self._over = False
-        self._destroy_at = 0.0  # matters once it is over
-        info = _Info(
-            [nic.address for nic in medium.nics],
-            [region.granted for region in medium.regions],
-            medium.probe.granted,
-        )
-        self.info = msgspec.msgpack.encode(info)
+        self._ready = False
+        addresses = [nic.address for nic in medium.nics]
+        granted = [region.granted for region in medium.regions]
+        self.info = msgspec.msgpack.encode(_Info(addresses, granted, medium.probe.granted))
 
     # From the opening to ready.
 
     def start(self, info: bytes) -> None:
         """Make the queue pairs; whoever connected names theirs."""
         self._theirs = theirs = decode(info, _Info, "malformed opening of verbs")
-        for region in (theirs.probe, *theirs.regions):
-            keys = len(theirs.nics) if region.nbytes else 0
-            if region.address + region.nbytes > 1 << 64 or len(region.rkeys) != keys:
-                raise TransferError(f"the peer's opening grants what cannot be: {region}")
-        if theirs.probe.nbytes < PROBE_BYTES:
-            raise TransferError(f"the peer's opening has no place for first writes: {theirs.probe}")
-        own = self._medium.nics
-        for k in range(max(len(own), len(theirs.nics))):
-            lane = _Lane(self._medium, k % len(own), theirs.nics, k % len(theirs.nics))
+        granted = [theirs.probe, *(region for region in theirs.regions if region.nbytes)]
+        keys = {len(region.rkeys) for region in granted}
+        if keys != {len(theirs.nics)} or theirs.probe.nbytes < PROBE_BYTES:
+            raise TransferError(f"the peer's opening grants what cannot be: {granted}")
+        for number in range(max(len(self._medium.nics), len(theirs.nics))):
+            lane = _Lane(self._medium, number, theirs.nics)
             self._lanes.append(lane)
             self.control.waiter.watch(lane.qp.fd, READABLE, partial(self._on_event, lane))
         if self.outgoing:
@@ -176,22 +153,19 @@ class VerbsLink(Link):
 
     def take_note(self, data: bytes) -> None:
         """The peer's end of each queue pair. Who was called names its own once they can receive."""
-        ends = decode(data, _Ends, "malformed note of verbs").ends
-        if self._connected or len(ends) != len(self._lanes):
-            raise TransferError(
-                f"the peer named {len(ends)} queue pairs; expected {len(self._lanes)}, once"
-            )
+        ends = decode(data, list[End], "malformed note of verbs")
+        if len(ends) != len(self._lanes):
+            raise TransferError(f"expected {len(self._lanes)} queue pairs, got {len(ends)}: {ends}")
         for lane, end in zip(self._lanes, ends, strict=True):
             lane.connect(end)
-        self._connected = True
         if not self.outgoing:
             self._name_ends()
-            return
-        for lane in self._lanes:
-            self._probe(lane)
+        else:
+            for lane in self._lanes:
+                self._probe(lane)
 
     def _name_ends(self) -> None:
-        ends = _Ends([End(lane.qp.qpn, lane.psn) for lane in self._lanes])
+        ends = [End(lane.qp.qpn, lane.psn) for lane in self._lanes]
         self.control.send_note(self.peer, msgspec.msgpack.encode(ends))
 
     def _probe(self, lane: _Lane) -> None:
@@ -247,67 +221,53 @@ class VerbsLink(Link):
             self.guard(partial(self._take, lane))
         return super().take_ended()
 
-    def take_arrivals(self) -> None:
-        self.ended += self.take_ended()
-
     def _on_event(self, lane: _Lane, events: int) -> None:
         self.guard(lane.qp.rearm)
         self.guard(partial(self._take, lane))
 
     def _take(self, lane: _Lane) -> None:
         """A bounded amount of what has completed on a queue pair."""
-        found = lane.qp.poll()
-        if not len(found):
-            return
-        if len(found) == verbs_device.POLL_COMPLETIONS:
-            self.control.waiter.wake()  # no event tells of the rest
-        imms, counts = np.unique(lane.take(found), return_counts=True)
-        for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
-            self._arrived(imm, count)
-        if self._over:
-            return
-        if found["status"].any():
-            raise TransferError(lane.why(found[found["status"] != 0][0]))
+        failed = self._count(lane)
+        if len(failed):
+            raise TransferError(lane.why(failed[0]))
         for job in lane.take_returned():
             self.end(job.ticket)
         lane.replenish()
         if not self._ready:
             self._prove(lane)
 
+    def _count(self, lane: _Lane) -> Requests:
+        """Account for what has completed, and count what arrived. Returns what failed."""
+        found = lane.qp.poll()
+        if not len(found):
+            return found
+        if len(found) == verbs_device.POLL_COMPLETIONS:
+            self.control.waiter.wake()  # no event tells of the rest
+        imms, counts = np.unique(lane.take(found), return_counts=True)
+        for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
+            self._arrived(imm, count)
+        failed: Requests = found[found["status"] != 0]
+        return failed
+
     # The end.
 
     def revoke(self) -> None:
-        """Stop the queue pairs, and wait for our own writes to come back: none reads its source any
-        more."""
-        self._over = True
-        self._destroy_at = time.monotonic() + FLUSH_SECONDS
-        self._each(lambda lane: lane.qp.fail())
-        while any(lane.returned < lane.posted for lane in self._lanes):
-            self._each(self._take)
-
-    def is_fenced(self) -> bool:
-        self._each(self._take)
-        return not any(lane.receives for lane in self._lanes)
+        """Stop each queue pair, wait until all that is posted came back (and count what arrived),
+        and destroy it: nothing reads its source or lands here any more. So it is too of one that
+        takes too long, or whose device is gone."""
+        destroy_at = time.monotonic() + FLUSH_SECONDS
+        for lane in self._lanes:
+            with suppress(TransferError):
+                lane.qp.fail()
+                while lane.has_posted and time.monotonic() < destroy_at:
+                    self._count(lane)
+        self.close()
 
     def close(self) -> None:
         while self._lanes:
-            self._destroy(self._lanes[-1])
-
-    def _each(self, step: Callable[[_Lane], None]) -> None:
-        """One that fails now, or takes too long, is destroyed: nothing is left of it either."""
-        for lane in list(self._lanes):
-            try:
-                step(lane)
-                is_late = time.monotonic() > self._destroy_at
-            except TransferError:  # the device is gone
-                is_late = True
-            if is_late:
-                self._destroy(lane)
-
-    def _destroy(self, lane: _Lane) -> None:
-        self._lanes.remove(lane)
-        self.control.waiter.unwatch(lane.qp.fd)
-        lane.qp.close()
+            qp = self._lanes.pop().qp
+            self.control.waiter.unwatch(qp.fd)
+            qp.close()
 
 
 class _Lane:
@@ -318,11 +278,9 @@ class _Lane:
     receives     how many immediates may still come before more are posted
     """
 
-    def __init__(
-        self, medium: VerbsMedium, own: int, peers: Sequence[Address], theirs: int
-    ) -> None:
-        nic, depths = medium.nics[own], medium.depths
-        self.own, self.theirs, self.address = own, theirs, peers[theirs]
+    def __init__(self, medium: VerbsMedium, number: int, peers: Sequence[Address]) -> None:
+        self.own, self.theirs = number % len(medium.nics), number % len(peers)
+        nic, self.address, depths = medium.nics[self.own], peers[self.theirs], medium.depths
         if bool(nic.address.gid) != bool(self.address.gid):
             raise TransferError(
                 f"{nic} and the peer's NIC at {self.address} cannot meet: one is addressed by GID"
@@ -333,15 +291,19 @@ class _Lane:
         self.psn = secrets.randbits(24)
         self.posted = self.returned = self.receives = 0
         self.heard = False
-        self._chains: deque[tuple[int, Job | None]] = deque()
-        # Filled anew for every post. Only what differs is written then.
+        self._chains: deque[tuple[int, Job]] = deque()
+        # Filled anew for every post, from the end. Only what differs is written then.
         self._requests, self._elements = verbs_device.send_chain(depths.send_chain)
-        self._numbers = np.arange(1, depths.send_chain + 1, dtype=np.uint64)
 
     @property
     def room(self) -> int:
         """Writes that may be posted now."""
         return self._depths.sends - (self.posted - self.returned)
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether something is posted that did not come back."""
+        return self.receives > 0 or self.returned < self.posted
 
     def connect(self, peer: End) -> None:
         """Receives first: the peer may write as soon as it can."""
@@ -367,19 +329,16 @@ class _Lane:
     ) -> None:
         """One chain: a write of `nbytes` with the immediate for each pair of offsets."""
         count, part = len(source_offsets), source.parts[self.own]
-        requests, elements = self._requests[:count], self._elements[:count]
-        np.add(source_offsets.view(np.uint64), part.base, out=elements["addr"])
+        requests, elements = self._requests[-count:], self._elements[-count:]
+        np.add(source_offsets.view(np.uint64), source.base, out=elements["addr"])
         np.add(target_offsets.view(np.uint64), target.address, out=requests["remote_addr"])
-        np.add(self._numbers[:count], self.posted, out=requests["wr_id"])
+        requests["wr_id"] = np.arange(self.posted + 1, self.posted + count + 1)
         elements["length"], elements["lkey"] = nbytes, part.lkey
         requests["rkey"], requests["imm"] = target.rkeys[self.theirs], imm
-        last = requests[-1]
-        following = last["next"]
-        last["next"], last["send_flags"] = 0, verbs_device.SEND_SIGNALED
         self.qp.post_sends(requests)
-        last["next"], last["send_flags"] = following, 0
         self.posted += count
-        self._chains.append((self.posted, job))
+        if job is not None:
+            self._chains.append((self.posted, job))
 
     def take(self, found: Requests) -> npt.NDArray[np.uint32]:
         """Account for these completions. Returns the immediates that came, but for the first."""
@@ -393,29 +352,21 @@ class _Lane:
             return imms[1:]
         return imms
 
-    def take_returned(self) -> list[Job]:
+    def take_returned(self) -> Iterator[Job]:
         """The job of each chain that is done."""
-        jobs = []
         while self._chains and self._chains[0][0] <= self.returned:
-            job = self._chains.popleft()[1]
-            if job is not None:
-                jobs.append(job)
-        return jobs
+            yield self._chains.popleft()[1]
 
     def why(self, failed: np.void) -> str:
         """In words, of the first completion that failed. Its opcode would tell nothing: that is
         undefined then; its wr_id is ours."""
         job = next((job for last, job in self._chains if failed["wr_id"] <= last), None)
-        what = "a receive"
-        if failed["wr_id"] != verbs_device.RECEIVE:
-            what = "the first write"
-            if job is not None:
-                what = f"a write of {job.write_bytes} bytes with imm {job.imm}"
-        hint = ""
-        if not (self.heard and self.returned):
-            hint = (
-                "; the way is not open: check GID or LID, the MTU of switches, firewalls (UDP 4791)"
-            )
+        what = (
+            f"a write of {job.write_bytes} bytes with imm {job.imm}" if job else "the first write"
+        )
+        if failed["wr_id"] == verbs_device.RECEIVE:
+            what = "a receive"
+        hint = "" if self.heard and self.returned else _NO_WAY
         return (
             f"{what} failed: {self.qp.explain(int(failed['status']))}; {self.qp},"
             f" the peer's is {self.peer.qpn} at {self.address}{hint}"

@@ -18,8 +18,9 @@ import ctypes
 import errno
 import os
 import resource
-from collections.abc import Callable
-from dataclasses import dataclass
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Literal
 
@@ -36,8 +37,8 @@ try:
 except ImportError as error:
     MISSING = (
         f"RDMA needs pyverbs, which cannot be imported ({error}); `apt-get install python3-pyverbs"
-        " rdma-core ibverbs-providers`, and for the Python of a virtual environment set"
-        " PYTHONPATH=/usr/lib/python3/dist-packages"
+        " rdma-core ibverbs-providers`, and for the Python of a virtual environment `ln -s"
+        f" /usr/lib/python3/dist-packages/pyverbs {sysconfig.get_path('platlib')}/`"
     )
 else:
     MISSING = ""
@@ -52,7 +53,7 @@ WC = np.dtype([("wr_id", "u8"), ("status", "u4"), ("", "V12"), ("imm", ">u4"), (
 RDMA_WRITE_WITH_IMM = 1
 SEND_SIGNALED = 2
 _LOCAL_WRITE, _REMOTE_WRITE, _RELAXED_ORDERING = 1, 2, 1 << 20
-_RC, _ERROR, _QP_STATE, _PORT_ACTIVE = 2, 6, 1, 4
+_RC, _ERROR, _QP_STATE = 2, 6, 1
 #: Bytes from the start of `ibv_context` to its functions, and to the field that we may choose in
 #: `ibv_cq` and `ibv_qp`; from `ibv_cq` to its channel, and from there to the descriptor.
 _POLL_CQ, _POST_SEND, _POST_RECV = 96, 208, 216
@@ -62,9 +63,8 @@ _CQ_CONTEXT, _QP_CONTEXT, _CQ_CHANNEL, _CHANNEL_FD = 16, 8, 8, 8
 RECEIVE = 0
 #: Completions that one `poll` takes.
 POLL_COMPLETIONS = 1024
-AMAZON = 0x1D0F
-# Sent again after 4 us * 2^15 without an answer, 6 times: an error after 1 to 4 s. (7 is "for ever" to
-# soft-RoCE.) A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
+# Sent again after 4 us * 2^15 without an answer, 6 times (7 is "for ever" to soft-RoCE): an error
+# after 1 to 4 s. A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
 _TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 15, 6, 8, 7
 _HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
@@ -97,75 +97,38 @@ class End(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
     psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Registration:
-    """Memory that a NIC may use. Its first byte is at `base` for the NIC; the keys open it: `lkey`
-    to our own requests, `rkey` to a peer's."""
-
-    base: int
-    lkey: int
-    rkey: int
-    close: Callable[[], None]
-
-
 class Nic(Resource):
     """A port of a device, open. `gid_index` None: it is addressed by its LID (InfiniBand)."""
 
     def __init__(self, name: str, port: int = 1, gid_index: int | None = None) -> None:
-        if MISSING:
-            raise TransferError(MISSING)
         self.name, self.port, self.gid_index = name, port, gid_index
-        try:
+        what = f"cannot open RDMA device {name}, port {port}, GID index {gid_index}"
+        with _explained(what, "; `ibv_devinfo -v` shows what there is"):
             self.context = device.Context(name=name)
             found = self.context.query_port(port)
-            vendor = self.context.query_device().vendor_id
             gid = "" if gid_index is None else self.context.query_gid(port, gid_index).gid
             self.pd = pd.PD(self.context)
-        except PyverbsError as error:
-            raise TransferError(
-                f"cannot open RDMA device {name}, port {port}, GID index {gid_index}: {error};"
-                " `ibv_devinfo -v` shows what there is"
-            ) from error
         self.address = Address(gid, found.lid, 128 << found.active_mtu)
-        wrong = ""
-        if found.state != _PORT_ACTIVE:
-            wrong = "is not active; check its cable and `ip link` (or the subnet manager)"
-        elif vendor == AMAZON:
-            wrong = "is an EFA, which has no RC queue pairs; use --transport tcp"
-        elif not (gid.strip("0:") if gid else found.lid):
-            wrong = "has no such address: the GID or the LID is 0; check --gid-index"
-        if wrong:
-            self.close()
-            raise TransferError(f"RDMA device {name} port {port} {wrong}")
 
     def __str__(self) -> str:
         return f"{self.name} port {self.port} ({self.address})"
 
-    def register(self, memory: Memory) -> Registration:
-        """Let the NIC read this memory, and peers write to it if it is `writable`. On a device that
-        is no CPU, `fd` is a dma-buf."""
+    def register(self, memory: Memory) -> mr.MR:
+        """Let the NIC read this memory, and peers write to it if it is `writable`, as long as the
+        result is held: its `lkey` is for our own requests, its `rkey` for those of a peer."""
         access = _RELAXED_ORDERING | (_LOCAL_WRITE | _REMOTE_WRITE if memory.writable else 0)
-        base = memory.address
-        try:
+        base, nbytes = base_of(memory), memory.nbytes
+        with _explained(f"{self.name} cannot register {nbytes} bytes of {memory.device} memory"):
             if memory.device == "cpu":
-                region = mr.MR(self.pd, memory.nbytes, access, base)
-            else:
-                base = memory.fd_offset  # the NIC counts from the start of the dma-buf
-                region = mr.DmaBufMR(self.pd, memory.nbytes, access, memory.fd, base)
-        except PyverbsError as error:
-            raise TransferError(
-                f"{self.name} cannot register {memory.nbytes} bytes of {memory.device} memory:"
-                f" {error}{_about_locked_memory(error)}"
-            ) from error
-        return Registration(base=base, lkey=region.lkey, rkey=region.rkey, close=region.close)
+                return mr.MR(self.pd, nbytes, access, base)
+            return mr.DmaBufMR(self.pd, nbytes, access, memory.fd, base)
 
     def queue_pair(self, sends: int, receives: int, receive_chain: int) -> QueuePair:
         """One that holds so many of both; `post_receives` posts `receive_chain` of them."""
         return QueuePair(self, sends, receives, receive_chain)
 
     def close(self) -> None:
-        """After its registrations and queue pairs."""
-        self.pd.close()
+        """After its queue pairs. What is registered ends with it."""
         self.context.close()
 
 
@@ -177,25 +140,19 @@ class QueuePair(Resource):
 
     def __init__(self, nic: Nic, sends: int, receives: int, receive_chain: int) -> None:
         self.nic = nic
-        try:
+        with _explained(
+            f"{nic} cannot have a queue pair (RC, {sends} sends, {receives} receives)",
+            "; does the device support RC, and are its limits (`ibv_devinfo -v`) that high?",
+        ):
             self._channel = cq.CompChannel(nic.context)
             self._cq = cq.CQ(nic.context, sends + receives, self, self._channel, 0)
             self._cq.req_notify()
+            cap = qp.QPCap(max_send_wr=sends, max_recv_wr=receives)
             init = qp.QPInitAttr(
-                qp_type=_RC,
-                qp_context=self,
-                scq=self._cq,
-                rcq=self._cq,
-                cap=qp.QPCap(max_send_wr=sends, max_recv_wr=receives),
-                sq_sig_all=0,
+                qp_type=_RC, qp_context=self, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0
             )
             access = _LOCAL_WRITE | _REMOTE_WRITE
             self._qp = qp.QP(nic.pd, init, self._attributes(qp_access_flags=access))
-        except PyverbsError as error:
-            raise TransferError(
-                f"{nic} cannot have a queue pair (RC, {sends} sends, {receives} receives): {error};"
-                " does the device support RC, and are its limits (`ibv_devinfo -v`) that high?"
-            ) from error
         self.qpn: int = self._qp.qp_num
         cq_struct = _struct_of(self._cq, _CQ_CONTEXT, self)
         qp_struct = _struct_of(self._qp, _QP_CONTEXT, self)
@@ -234,14 +191,11 @@ class QueuePair(Resource):
             retry_cnt=_RETRIES,
             rnr_retry=_RNR_FOREVER,
         )
+        where = f"with queue pair {peer.qpn} at ({address})"
+        hint = "; check that both addresses are in one network and --gid-index"
         for step, move in (("receive", self._qp.to_rtr), ("send", self._qp.to_rts)):
-            try:
+            with _explained(f"{self} cannot get ready to {step}, {where}", hint):
                 move(attributes)
-            except PyverbsError as error:
-                raise TransferError(
-                    f"{self} cannot get ready to {step}, with queue pair {peer.qpn} at ({address}):"
-                    f" {error}; check that both addresses are in one network and --gid-index"
-                ) from error
 
     def post_receives(self) -> None:
         """One chain of receives: each lets the peer write once with an immediate."""
@@ -262,17 +216,16 @@ class QueuePair(Resource):
     def rearm(self) -> None:
         """`fd` was readable: take that, and ask for it again. What completed before is not said
         again, so poll once more after this."""
-        self._channel.get_cq_event(self._cq)
-        self._cq.ack_events(1)
-        self._cq.req_notify()
+        with _explained(f"{self} cannot be watched"):
+            self._channel.get_cq_event(self._cq)
+            self._cq.ack_events(1)
+            self._cq.req_notify()
 
     def fail(self) -> None:
         """To the error state: nothing is sent or taken in any more, and all that is posted comes
         back from `poll`, most of it flushed."""
-        try:
+        with _explained(f"{self} cannot be stopped"):
             self._qp.modify(qp.QPAttr(qp_state=_ERROR), _QP_STATE)
-        except PyverbsError as error:
-            raise TransferError(f"{self} cannot be stopped: {error}") from error
 
     def close(self) -> None:
         """Nothing that is posted is carried out any more. May be called twice."""
@@ -280,7 +233,7 @@ class QueuePair(Resource):
             try:
                 part.close()
             except PyverbsError as error:
-                if _code(error) not in (errno.EIO, errno.ENODEV):  # the device is gone
+                if error.error_code not in (errno.EIO, errno.ENODEV):  # the device is gone
                     raise
 
     def explain(self, status: int) -> str:
@@ -299,13 +252,19 @@ class QueuePair(Resource):
 
 
 def send_chain(length: int) -> tuple[Requests, Requests]:
-    """Writes with an immediate and the one `SGE` of each, each chained to the next: to be filled,
-    and ended where a post shall end."""
+    """Writes with an immediate and the one `SGE` of each, to be filled; the last one completes. Its
+    end is such a chain too, from any element on."""
     requests, elements = np.zeros(length, SEND_WR), np.zeros(length, SGE)
-    requests["next"] = _addresses(requests) + np.uint64(SEND_WR.itemsize)
+    requests["next"][:-1] = _addresses(requests)[1:]
+    requests["send_flags"][-1] = SEND_SIGNALED
     requests["sg_list"] = _addresses(elements)
     requests["num_sge"], requests["opcode"] = 1, RDMA_WRITE_WITH_IMM
     return requests, elements
+
+
+def base_of(memory: Memory) -> int:
+    """Where memory starts for a NIC, which counts from the start of a device's dma-buf (`fd`)."""
+    return memory.address if memory.device == "cpu" else memory.fd_offset
 
 
 def _addresses(array: Requests) -> npt.NDArray[np.uint64]:
@@ -333,18 +292,18 @@ def _struct_of(wrapper: object, field: int, ours: object) -> int:
     raise TransferError(f"{type(wrapper)} is not laid out as expected; pyverbs 44 is known to be")
 
 
-def _code(error: PyverbsError) -> int:
-    """The errno behind an error of pyverbs; -1: it has none."""
-    return int(getattr(error, "error_code", -1))
-
-
-def _about_locked_memory(error: PyverbsError) -> str:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    codes = (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
-    if limit == resource.RLIM_INFINITY or _code(error) not in codes:
-        return ""
-    return (
-        f". The limit for locked memory is {limit} bytes (RLIMIT_MEMLOCK); raise it: `ulimit -l"
-        " unlimited` in a shell, `--ulimit memlock=-1` for a container, `LimitMEMLOCK=infinity` in"
-        " a systemd unit"
-    )
+@contextmanager
+def _explained(what: str, hint: str = "") -> Iterator[None]:
+    """What pyverbs refuses, as a TransferError. Queue pairs take locked memory too."""
+    try:
+        yield
+    except PyverbsError as error:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        codes = (errno.ENOMEM, errno.EPERM, errno.EAGAIN)
+        if limit != resource.RLIM_INFINITY and getattr(error, "error_code", 0) in codes:
+            hint += (
+                f". The limit for locked memory is {limit} bytes (RLIMIT_MEMLOCK); raise it:"
+                " `ulimit -l unlimited` in a shell, `--ulimit memlock=-1` for a container,"
+                " `LimitMEMLOCK=infinity` in a systemd unit"
+            )
+        raise TransferError(f"{what}: {error}{hint}") from error
