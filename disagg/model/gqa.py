@@ -7,7 +7,7 @@
 `on_layer()` is the tick of the layer counter: a page of this layer may leave the node right after
 it, so it comes after the KV append and (for the sake of tensor parallelism, where that step is an
 all-reduce) after the attention output projection. What is in a batch and where its pages lie is
-known to the planned `PagedAttention` alone.
+known to the planned `TorchPagedAttention` alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from disagg.config import ModelConfig
 from disagg.model import layers
-from disagg.model.attention import PagedAttention
+from disagg.model.attention import TorchPagedAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LlamaModel:
         token_ids: Tensor,
         positions: Tensor,
         kv_pages: Sequence[Tensor],
-        attention: PagedAttention,
+        attention: TorchPagedAttention,
         on_layer: Callable[[], None],
     ) -> Tensor:
         """Run one step; return hidden states after the final norm: `[T, hidden_size]`.
@@ -89,7 +89,7 @@ class LlamaModel:
         cos: Tensor,
         sin: Tensor,
         pages: Tensor,
-        attention: PagedAttention,
+        attention: TorchPagedAttention,
     ) -> Tensor:
         num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
         qkv = layer.qkv(normed)
