@@ -4,7 +4,9 @@ Pure data, checked once here. Reading a checkpoint's `config.json` is `model/wei
 command lines is `serve/options.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from disagg.kv_layout import PageOrder
 
@@ -13,23 +15,14 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3RopeScaling:
-    """Llama 3's stretching of the low rope frequencies; names as in Hugging Face configs."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only transformer of the Llama family.
 
     `max_positions` is the longest sequence (prompt and output, tokens) the model may see.
+    `rope_parameters` is as in Hugging Face configs: `rope_theta`, and `rope_type` "default", or
+    "llama3" with its four factors. So are the names that are the same there.
     """
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -39,8 +32,7 @@ class ModelConfig:
     head_dim: int
     max_positions: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_parameters: Mapping[str, Any]
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False

@@ -28,7 +28,6 @@ PRIME = 251
 def fake_config(**overrides) -> ModelConfig:
     """The toy's shape: 2 layers, 2 heads of 4, 97 tokens, 64 positions, no end token."""
     shape = {
-        "architecture": "Fake",
         "vocab_size": 97,
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -38,7 +37,7 @@ def fake_config(**overrides) -> ModelConfig:
         "head_dim": 4,
         "max_positions": 64,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
     return ModelConfig(**(shape | overrides))
 

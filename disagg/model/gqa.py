@@ -48,9 +48,7 @@ class LlamaModel:
         if not config.tie_word_embeddings:
             head = read("lm_head.weight", vocab_shape)
         self._head = layers.Linear(head)
-        self._frequencies = layers.rope_frequencies(
-            config.head_dim, config.rope_theta, config.rope_scaling
-        )
+        self._frequencies = layers.rope_frequencies(config.head_dim, config.rope_parameters)
 
     @torch.inference_mode()
     def forward(
