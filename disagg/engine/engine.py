@@ -26,7 +26,7 @@ from disagg.engine.attempts import Attempts
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import Scheduler, Span, Step
-from disagg.engine.sequence import OnOutput, Sequence, State
+from disagg.engine.sequence import OnOutput, Sequence
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
 
@@ -151,9 +151,8 @@ class Engine:
             case hooks.KVReleased():
                 self._attempts.on_released(event.attempt)
             case hooks.StopPrefill():
-                job = self._jobs.get(event.job)
                 # One that has computed everything is held already, one released before is gone.
-                if job is not None and job.state is not State.HELD:
+                if (job := self._jobs.get(event.job)) is not None:
                     self._scheduler.hold(job)
             case hooks.ReleasePrefill():
                 # We are between two steps: the last one that named these pages has ended.
@@ -219,7 +218,7 @@ class Engine:
         sequence = self._open.get(number)
         if sequence is None:
             return
-        if sequence.state is State.FETCHING:
+        if sequence.attempt is not None:
             self._attempts.cancel(sequence)
         self._scheduler.release(sequence)
         self._deliver(sequence, [], FinishReason.CANCELLED)
