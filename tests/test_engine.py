@@ -467,7 +467,7 @@ def test_the_p99_is_the_smallest_that_99_in_100_do_not_exceed():
     for gaps, expected in (([3.0], 3), ([1.0] * 99 + [9.0], 1), ([1.0] * 98 + [9.0] * 2, 9)):
         watch = Stopwatch()
         for now in itertools.accumulate(gaps, initial=0.0):
-            watch.on_tokens(now, 1)
+            watch.on_token(now)
         assert watch.timings(None).inter_token_p99 == expected
 
 

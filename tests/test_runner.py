@@ -29,7 +29,7 @@ def make_runner(order=PageOrder.HND, dtype="float32"):
 
 
 def ids_of(sampled):
-    return [[token.token_id for token in tokens] for tokens in sampled]
+    return {place: token.token_id for place, token in sampled.items()}
 
 
 def test_a_batch_is_spans_one_after_another():
@@ -56,7 +56,7 @@ def test_scattered_pages_and_any_chunks_give_the_oracles_token(order, dtype, chu
         end = first + len(ids)
         last = end == len(PROMPT)
         sampled = runner.run([span(first, ids, pages[: -(-end // P)], samples=last)])
-    assert ids_of(sampled) == [fake_greedy(fake_config(), PROMPT, 1)]
+    assert [*ids_of(sampled).values()] == fake_greedy(fake_config(), PROMPT, 1)
 
 
 def test_only_spans_that_sample_get_tokens_and_logits():
@@ -73,9 +73,9 @@ def test_only_spans_that_sample_get_tokens_and_logits():
             span(0, PROMPT[:5], [2, 3], samples=True),
         ]
     )
-    assert ids_of(sampled) == [[first], [], [second]]
+    assert ids_of(sampled) == {0: first, 2: second}
     assert rows == [2]
-    assert runner.run([span(4, PROMPT[4:6], [1, 4], tail_slot=0)]) == [[]]
+    assert runner.run([span(4, PROMPT[4:6], [1, 4], tail_slot=0)]) == {}
     assert rows == [2], "logits were computed that nobody samples from"
 
 

@@ -47,8 +47,8 @@ class Runner:
         return self.model.config.num_layers + 1
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span]) -> list[list[Sampled]]:
-        """Compute all spans; return the tokens sampled after each of them, if any."""
+    def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
+        """Compute all spans; return the tokens sampled after some of them, by their places."""
         self._trace.lap("forward")
         rows = [range(s.first_token, s.first_token + len(s.token_ids)) for s in spans]
         self.attention.plan(rows, [span.page_indices for span in spans])
@@ -77,12 +77,12 @@ class Runner:
 
     def _sample(
         self, spans: Sequence[Span], hidden: Tensor, last_rows: list[int]
-    ) -> list[list[Sampled]]:
+    ) -> dict[int, Sampled]:
         """Logits are computed for the rows that are sampled from, and for no others."""
         who = {i: span.sampling for i, span in enumerate(spans) if span.sampling is not None}
         if not who:
-            return [[] for _ in spans]
+            return {}
         rows = hidden[[last_rows[i] for i in who]]  # [len(who), hidden_size]
         indices = [spans[i].output_index for i in who]
-        found = iter(sample(self.model.logits(rows), list(who.values()), indices))
-        return [[next(found)] if i in who else [] for i in range(len(spans))]
+        found = sample(self.model.logits(rows), list(who.values()), indices)
+        return dict(zip(who, found, strict=True))

@@ -13,7 +13,7 @@ From each of them to finished: cancelled, or failed. A waiting or running sequen
 that name, a fetching one has an `attempt`, one that is held owns pages, one that is finished none.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.engine.stopwatch import Stopwatch
@@ -79,22 +79,16 @@ class Sequence:
         """Whether its next token is an ordinary decode token; the last prompt token is one, too."""
         return not self.is_job and self.num_computed >= self.num_prompt_tokens - 1
 
-    def accept(self, tokens: Iterable[int]) -> list[int]:
-        """Append sampled tokens one by one up to the first that ends the output; return those kept.
+    def accept(self, token: int) -> None:
+        """Append a sampled token, and set `finish` if it ends the output.
 
-        Sets `finish`. A token that is both the last allowed and a stop token is a stop.
+        One that is both the last allowed and a stop token is a stop.
         """
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
-            self.tokens.append(token)
-            if token in self.stop_token_ids:
-                self.finish = FinishReason.STOP
-            elif self.num_output_tokens >= self.max_tokens:
-                self.finish = FinishReason.LENGTH
-            if self.finish is not None:
-                break
-        return kept
+        self.tokens.append(token)
+        if token in self.stop_token_ids:
+            self.finish = FinishReason.STOP
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish = FinishReason.LENGTH
 
     def disown(self) -> None:
         """Forget pages, slot and attempt, and with them all that was computed; frees nothing."""
