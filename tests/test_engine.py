@@ -108,8 +108,6 @@ class Replica:
         counter, did_work = self.runner.counter.read(), self.engine.step()
         added = self.runner.counter.read() - counter
         assert added in (0, self.runner.model.config.num_layers + 1)
-        self.scheduler.pages.check()
-        self.scheduler.slots.check()
         return did_work
 
     def run(self, max_steps=2000) -> None:

@@ -228,7 +228,7 @@ def test_wrong_shape(copy: Path) -> None:
 def test_weights_that_are_not_floats(copy: Path) -> None:
     integers = torch.zeros(64, 64, dtype=torch.int8)
     change_tensors(copy, lambda tensors: tensors.update({Q_PROJ: integers}))
-    assert "expected [64, 64] in one of torch.float32, torch.bfloat16" in refusal(copy)
+    assert "expected [64, 64] in one of (torch.float32, torch.bfloat16" in refusal(copy)
     assert "got [64, 64] in torch.int8" in refusal(copy)
 
 

@@ -111,10 +111,9 @@ class Checkpoint:
             raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
         tensor = self.stored[name]
         if tuple(tensor.shape) != shape or tensor.dtype not in STORED_DTYPES:
-            dtypes = ", ".join(str(dtype) for dtype in STORED_DTYPES)
             raise ValueError(
                 f"{name} in {self._folder} does not go with config.json; expected {list(shape)} in"
-                f" one of {dtypes}, got {list(tensor.shape)} in {tensor.dtype}"
+                f" one of {STORED_DTYPES}, got {list(tensor.shape)} in {tensor.dtype}"
             )
         self._unread.discard(name)
         return tensor.to(self._dtype)
