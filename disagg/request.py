@@ -5,13 +5,15 @@ KV travels is the messenger's.
 """
 
 import enum
-import math
+import sys
 from dataclasses import dataclass, field
+from typing import Annotated, get_type_hints
+
+from msgspec import Meta, ValidationError, convert
 
 from disagg.hooks import TransferStats
 
 MAX_LOGPROBS = 20
-MAX_SEED = 2**64 - 1
 
 
 class FinishReason(enum.StrEnum):
@@ -39,37 +41,22 @@ class SamplingParams:
     ValueError names a field that is out of range.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] = 128
+    temperature: Annotated[float, Meta(ge=0, le=sys.float_info.max)] = 0.0
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def __post_init__(self) -> None:
-        t, k, p, seed, logprobs = self.temperature, self.top_k, self.top_p, self.seed, self.logprobs
-        ids, stop = self.stop_token_ids, self.stop
-        are_ids = isinstance(ids, tuple) and all(_is_whole(i, 0) for i in ids)
-        is_count = logprobs is None or _is_whole(logprobs, 0, MAX_LOGPROBS)
-        is_seed = seed is None or _is_whole(seed, 0, MAX_SEED)
-        are_stops = isinstance(stop, tuple) and all(isinstance(s, str) and s for s in stop)
-        checks = {
-            "max_tokens": (_is_whole(self.max_tokens, 1), "a whole number of at least 1"),
-            "temperature": (_is_number(t) and 0 <= t < math.inf, "a finite number of at least 0"),
-            "top_k": (k is None or _is_whole(k, 1), "None or a whole number of at least 1"),
-            "top_p": (_is_number(p) and 0 < p <= 1, "a number above 0 and at most 1"),
-            "seed": (is_seed, f"None or a whole number from 0 to {MAX_SEED}"),
-            "stop_token_ids": (are_ids, "a tuple of token ids"),
-            "stop": (are_stops, "a tuple of strings that are not empty"),
-            "ignore_eos": (isinstance(self.ignore_eos, bool), "True or False"),
-            "logprobs": (is_count, f"None or a whole number from 0 to {MAX_LOGPROBS}"),
-        }
-        for name, (is_right, expected) in checks.items():
-            if not is_right:
-                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+        for name, kind in get_type_hints(SamplingParams, include_extras=True).items():
+            try:
+                convert(getattr(self, name), kind)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {error}; got {getattr(self, name)!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +119,3 @@ class Output:
     error: str | None = None
     timings: Timings | None = None
     transfer: TransferStats | None = None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: object, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

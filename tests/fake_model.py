@@ -11,6 +11,7 @@ every KV page before it, in order: a page that is stale, swapped, shifted or hal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ PRIME = 251
 def fake_config(**overrides) -> ModelConfig:
     """The toy's shape: 2 layers, 2 heads of 4, 97 tokens, 64 positions, no end token."""
     shape = {
-        "architecture": "Fake",
         "vocab_size": 97,
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -37,7 +37,7 @@ def fake_config(**overrides) -> ModelConfig:
         "head_dim": 4,
         "max_positions": 64,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }
     return ModelConfig(**(shape | overrides))
 
@@ -45,11 +45,9 @@ def fake_config(**overrides) -> ModelConfig:
 class FakeAttention:
     """Remembers the plan; `FakeModel` does the rest itself."""
 
-    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_last_page_len) -> None:
-        self.qo_indptr = qo_indptr.tolist()
-        self.kv_indptr = kv_indptr.tolist()
-        self.kv_indices = kv_indices.to(torch.int64)
-        self.kv_last_page_len = kv_last_page_len.tolist()
+    def plan(self, positions, page_lists) -> None:
+        self.positions = positions
+        self.page_lists = [torch.tensor(pages) for pages in page_lists]
 
 
 class FakeModel:
@@ -77,12 +75,12 @@ class FakeModel:
             by_token = pages.permute(axes)  # a view [num_pages, page_size, heads, 2, head_dim]
             page_size = by_token.shape[1]
             states = []
-            for i, last_page_len in enumerate(attention.kv_last_page_len):
-                rows = slice(attention.qo_indptr[i], attention.qo_indptr[i + 1])
-                mine = attention.kv_indices[attention.kv_indptr[i] : attention.kv_indptr[i + 1]]
-                kv_len = (len(mine) - 1) * page_size + last_page_len
+            ends = [0, *accumulate(map(len, attention.positions))]
+            for i, mine in enumerate(attention.page_lists):
+                rows = slice(ends[i], ends[i + 1])
+                kv_len = attention.positions[i].stop
                 where = positions[rows]
-                assert int(where[-1]) == kv_len - 1, "the plan's kv_len and the positions disagree"
+                assert where.tolist() == list(attention.positions[i]), "plan and positions disagree"
                 by_token[mine[where // page_size], where % page_size] = cells[rows].to(pages.dtype)
                 stored = by_token[mine].flatten(0, 1)[:kv_len].to(torch.int64)
                 states.append(_attend(stored)[where])

@@ -41,7 +41,7 @@ def write_gguf(checkpoint: Path, path: Path) -> Path:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_context_length(config.max_positions)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<unk>", "<s>", "</s>", *letters, *("".join(merge) for merge in MERGES)]
     writer.add_tokenizer_model("gpt2")

@@ -75,17 +75,13 @@ class Stepper:
         on_layer: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Logits of each chunk's tokens; a chunk is (token ids, first position, page indices)."""
-        page_size = self.layout.page_size
-        kv_lens = [first + len(token_ids) for token_ids, first, _ in chunks]
-        used = [
-            pages[: pages_for(n, page_size)]
-            for (_, _, pages), n in zip(chunks, kv_lens, strict=True)
-        ]
+        positions = [range(first, first + len(token_ids)) for token_ids, first, _ in chunks]
         self.attention.plan(
-            torch.tensor([0, *(len(token_ids) for token_ids, _, _ in chunks)]).cumsum(0).int(),
-            torch.tensor([0, *(len(pages) for pages in used)]).cumsum(0).int(),
-            torch.tensor([page for pages in used for page in pages]).int(),
-            torch.tensor([(n - 1) % page_size + 1 for n in kv_lens]).int(),
+            positions,
+            [
+                pages[: pages_for(new.stop, self.layout.page_size)]
+                for (_, _, pages), new in zip(chunks, positions, strict=True)
+            ],
         )
         hidden = self.model.forward(
             torch.tensor([token for token_ids, _, _ in chunks for token in token_ids]),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from disagg.config import Llama3RopeScaling
 from disagg.model.layers import (
     GatedMLP,
     Linear,
@@ -20,16 +21,19 @@ from disagg.model.layers import (
     rope_tables,
 )
 
-SCALING = Llama3RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256
-)
+PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 
 
-@pytest.mark.parametrize("scaling", [None, SCALING])
-def test_rope_equals_transformers(scaling: Llama3RopeScaling | None) -> None:
-    parameters = {"rope_type": "default", "rope_theta": 5000.0}
-    if scaling:
-        parameters |= {"rope_type": "llama3"} | vars(scaling)
+@pytest.mark.parametrize("parameters", [PLAIN, LLAMA3])
+def test_rope_equals_transformers(parameters: dict[str, Any]) -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=parameters
     )
@@ -38,15 +42,15 @@ def test_rope_equals_transformers(scaling: Llama3RopeScaling | None) -> None:
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
 
-    frequencies = rope_frequencies(32, 5000.0, scaling)
+    frequencies = rope_frequencies(32, parameters)
     apply_rope(x, *rope_tables(positions, frequencies, torch.float32))
 
     torch.testing.assert_close(x.transpose(0, 1)[None], expected, rtol=0, atol=1e-4)
 
 
 def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() -> None:
-    plain = rope_frequencies(32, 5000.0, None)
-    scaled = rope_frequencies(32, 5000.0, SCALING)
+    plain = rope_frequencies(32, PLAIN)
+    scaled = rope_frequencies(32, LLAMA3)
     turns = 256 * plain / (2 * torch.pi)
     fast, slow = turns >= 4, turns <= 1
     assert fast.any() and slow.any() and (~fast & ~slow).any(), "the case must have all three"
@@ -58,9 +62,7 @@ def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() ->
 
 def test_rope_leaves_position_zero_and_lengths_alone() -> None:
     x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))
-    tables = rope_tables(
-        torch.tensor([0, 5, 9]), rope_frequencies(16, 10000.0, None), torch.float32
-    )
+    tables = rope_tables(torch.tensor([0, 5, 9]), rope_frequencies(16, PLAIN), torch.float32)
     turned = x.clone()
     apply_rope(turned, *tables)
     assert torch.equal(turned[0], x[0])

@@ -28,7 +28,6 @@ def test_random_operations_keep_every_page_in_one_place(capacity, operations):
                 owned.append(pages)
         elif owned:
             allocator.free(owned.pop(number % len(owned)))
-        allocator.check()
         assert allocator.num_free == capacity - sum(map(len, owned))
     for pages in owned:
         allocator.free(pages)
@@ -43,19 +42,9 @@ def test_what_is_not_free_now_is_not_given():
     assert allocator.num_free == 4
 
 
-@pytest.mark.parametrize("index", [3, 4, -1])
+@pytest.mark.parametrize("index", [0, 3, 4, -1])
 def test_freeing_what_nobody_owns_is_an_error(index):
     allocator = PageAllocator(4, kind="tail slot")
     allocator.free(allocator.allocate(4))
     with pytest.raises(AssertionError, match=f"tail slot {index} is freed"):
         allocator.free((index,))
-
-
-def test_check_sees_a_lost_and_a_doubled_page():
-    allocator = PageAllocator(4)
-    taken = allocator._free.pop()
-    with pytest.raises(AssertionError, match="exactly one of free and owned"):
-        allocator.check()
-    allocator._free.extend([taken, taken])
-    with pytest.raises(AssertionError, match="exactly one of free and owned"):
-        allocator.check()

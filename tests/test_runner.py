@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from disagg.config import CacheConfig
-from disagg.engine.runner import build_batch
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import PageOrder
 from disagg.request import SamplingParams
@@ -30,27 +29,20 @@ def make_runner(order=PageOrder.HND, dtype="float32"):
 
 
 def ids_of(sampled):
-    return [[token.token_id for token in tokens] for tokens in sampled]
+    return {place: token.token_id for place, token in sampled.items()}
 
 
 def test_a_batch_is_spans_one_after_another():
-    spans = [span(0, [1, 2, 3], [7]), span(8, [4], [2, 5, 0]), span(2, [5, 6], [1])]
-    batch = build_batch(spans, P)
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.positions.tolist() == [0, 1, 2, 8, 2, 3]
-    assert batch.qo_indptr.tolist() == [0, 3, 4, 6]
-    assert batch.kv_indptr.tolist() == [0, 1, 4, 5]
-    assert batch.kv_indices.tolist() == [7, 2, 5, 0, 1]
-    assert batch.kv_last_page_len.tolist() == [3, 1, 4]
-    assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
-    for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len"):
-        assert getattr(batch, name).dtype == torch.int32, name
-
-
-@pytest.mark.parametrize("wrong", [span(0, [], []), span(4, [1], [0]), span(3, [1], [0, 1])])
-def test_an_empty_span_or_a_wrong_number_of_pages_is_an_error(wrong):
-    with pytest.raises(AssertionError, match=r"empty span|tokens in \d pages of 4"):
-        build_batch([wrong], P)
+    runner, seen = make_runner(), []
+    forward = runner.model.forward
+    runner.model.forward = lambda *args: seen.append(args) or forward(*args)
+    runner.run([span(0, [1, 2, 3], [7]), span(8, [4], [2, 5, 0]), span(2, [5, 6], [1])])
+    ((token_ids, positions, *_),) = seen
+    assert token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert positions.tolist() == [0, 1, 2, 8, 2, 3]
+    assert token_ids.dtype == positions.dtype == torch.int64
+    assert runner.attention.positions == [range(3), range(8, 9), range(2, 4)]
+    assert [pages.tolist() for pages in runner.attention.page_lists] == [[7], [2, 5, 0], [1]]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -64,7 +56,7 @@ def test_scattered_pages_and_any_chunks_give_the_oracles_token(order, dtype, chu
         end = first + len(ids)
         last = end == len(PROMPT)
         sampled = runner.run([span(first, ids, pages[: -(-end // P)], samples=last)])
-    assert ids_of(sampled) == [fake_greedy(fake_config(), PROMPT, 1)]
+    assert [*ids_of(sampled).values()] == fake_greedy(fake_config(), PROMPT, 1)
 
 
 def test_only_spans_that_sample_get_tokens_and_logits():
@@ -81,9 +73,9 @@ def test_only_spans_that_sample_get_tokens_and_logits():
             span(0, PROMPT[:5], [2, 3], samples=True),
         ]
     )
-    assert ids_of(sampled) == [[first], [], [second]]
+    assert ids_of(sampled) == {0: first, 2: second}
     assert rows == [2]
-    assert runner.run([span(4, PROMPT[4:6], [1, 4], tail_slot=0)]) == [[]]
+    assert runner.run([span(4, PROMPT[4:6], [1, 4], tail_slot=0)]) == {}
     assert rows == [2], "logits were computed that nobody samples from"
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
 from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import TRANSITIONS, Sequence, State
+from disagg.engine.sequence import Sequence
 from disagg.kv_layout import pages_for
 from disagg.request import FinishReason, Request, SamplingParams
 from tests.fake_model import fake_config, fake_scheduler
@@ -55,7 +55,8 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
                 scheduler.hold(sequence)
         else:
             scheduler.free_tail_slot(sequence)
-            sequence.accept([0] if span.sampling else [])
+            if span.sampling:
+                sequence.accept(0)
             if sequence.finish is not None:
                 scheduler.release(sequence)
     check_ownership(scheduler)
@@ -91,13 +92,16 @@ def check_step(scheduler: Scheduler, step, pending) -> None:
 
 
 def check_ownership(scheduler: Scheduler, *others: Sequence) -> None:
-    scheduler.pages.check()
-    scheduler.slots.check()
     sequences = [*scheduler.running, *others]
     pages = [page for sequence in sequences for page in sequence.page_indices]
     assert len(pages) == len(set(pages)), "a page has two owners"
-    assert set(pages) <= scheduler.pages._owned
+    assert not set(pages) & set(scheduler.pages._free), "an owned page is free"
     assert all(not sequence.page_indices for sequence in scheduler.waiting)
+
+
+def held_among(scheduler: Scheduler, sequences: list[Sequence]) -> list[Sequence]:
+    """Jobs that are not scheduled any more, but own pages."""
+    return [s for s in sequences if s.is_job and s.page_indices and s not in scheduler.running]
 
 
 JOBS = st.tuples(st.just("job"), st.integers(2, 20), st.just(0))
@@ -134,17 +138,18 @@ def test_any_mix_of_work_is_served_and_gives_everything_back(
         if todo and random.random() < 0.5:
             scheduler.add(todo.pop(0))
         fetching += scheduler.admit()
-        held = [s for s in everything if s.state is State.HELD]
+        held = held_among(scheduler, everything)
         check_ownership(scheduler, *fetching, *held)
         ran = run_step(scheduler)
         if fetching and random.random() < 0.5:
             scheduler.ready(fetching.pop(random.randrange(len(fetching))))
         if held and (random.random() < 0.3 or not ran):
             scheduler.release(random.choice(held))
-        if all(s.state is State.FINISHED for s in everything):
+        unfinished = [*todo, *fetching, *scheduler.waiting, *scheduler.running]
+        if not unfinished and not held_among(scheduler, everything):
             break
     else:
-        raise AssertionError(f"not served: {[s for s in everything if s.finish is None]}")
+        raise AssertionError(f"not served: {unfinished}")
     assert scheduler.pages.num_free == num_pages
     assert scheduler.slots.num_free == num_tail_slots
     for sequence, (kind, length, max_tokens) in zip(everything, work, strict=True):
@@ -185,10 +190,10 @@ def test_small_requests_do_not_overtake_a_waiting_big_one():
     big = add(scheduler, 2, 30, max_tokens=8)
     small = add(scheduler, 3, 1)
     scheduler.admit()
-    assert [s.state for s in (first, big, small)] == [State.RUNNING, State.WAITING, State.WAITING]
+    assert (scheduler.running, scheduler.waiting) == ([first], [big, small])
     scheduler.release(first)
     scheduler.admit()
-    assert big.state is State.RUNNING
+    assert big in scheduler.running
 
 
 @pytest.mark.parametrize("length", [64, 65, 100])
@@ -231,7 +236,7 @@ def test_a_last_chunk_waits_for_a_tail_slot_and_others_go_on():
     jobs = [add_job(scheduler, number, length) for number, length in [(1, 4), (2, 6), (3, 14)]]
     scheduler.admit()
     assert run_step(scheduler) == [(1, 0, 3), (3, 0, 5)]
-    assert jobs[0].state is State.HELD
+    assert held_among(scheduler, jobs) == [jobs[0]]
     assert run_step(scheduler) == []
     scheduler.release(jobs[0])
     assert run_step(scheduler) == [(2, 0, 5), (3, 5, 3)]
@@ -261,7 +266,7 @@ def test_a_fetch_needs_pages_and_a_slot_or_takes_neither():
     scheduler = make(num_pages=10, num_tail_slots=1)
     first, second = (add(scheduler, number, 5, remote=True) for number in (1, 2))
     assert scheduler.admit() == [first]
-    assert second.state is State.WAITING
+    assert scheduler.waiting == [second]
     assert second.page_indices == ()
     assert scheduler.pages.num_free == 8
     scheduler.ready(first)
@@ -274,7 +279,7 @@ def test_a_prompt_of_one_token_fetches_nothing():
     scheduler = make()
     sequence = add(scheduler, 1, 1, remote=True)
     assert scheduler.admit() == []
-    assert sequence.state is State.RUNNING
+    assert scheduler.running == [sequence]
     assert scheduler.slots.num_free == 2
 
 
@@ -315,7 +320,6 @@ def test_one_that_comes_back_gets_its_old_place():
         scheduler.pages.free(sequence.page_indices)
         scheduler.free_tail_slot(sequence)
         sequence.disown()
-        sequence.move_to(State.WAITING)
         scheduler.add(sequence)
     assert scheduler.waiting == [first, second, third]
 
@@ -324,57 +328,31 @@ STOP = 5
 
 
 @pytest.mark.parametrize(
-    ("sampled", "kept", "finish"),
+    ("sampled", "finish"),
     [
-        ([1, 2], [1, 2], None),
-        ([1, STOP, 2], [1, STOP], FinishReason.STOP),
-        ([1, 2, 3], [1, 2, 3], FinishReason.LENGTH),
-        ([1, 2, 3, 4], [1, 2, 3], FinishReason.LENGTH),
-        ([1, 2, STOP, 4], [1, 2, STOP], FinishReason.STOP),
-        ([1, 2, 3, STOP], [1, 2, 3], FinishReason.LENGTH),
-        ([STOP], [STOP], FinishReason.STOP),
-        ([], [], None),
+        ([1, 2], None),
+        ([1, STOP], FinishReason.STOP),
+        ([1, 2, 3], FinishReason.LENGTH),
+        ([1, 2, STOP], FinishReason.STOP),
+        ([STOP], FinishReason.STOP),
+        ([96], FinishReason.STOP),
+        ([], None),
     ],
 )
-def test_accept_cuts_right_after_the_first_stop(sampled, kept, finish):
+def test_the_first_stop_or_the_last_token_allowed_ends_the_output(sampled, finish):
     scheduler = make(config=fake_config(eos_token_ids=(STOP, 96)))
     sequence = scheduler.new_request(1, request(2, max_tokens=3))
-    assert sequence.accept(sampled) == kept
+    for token in sampled:
+        assert sequence.finish is None
+        sequence.accept(token)
     assert sequence.finish is finish
-    assert sequence.tokens == [1, 2, *kept]
+    assert sequence.tokens == [1, 2, *sampled]
 
 
-def test_accept_goes_on_after_an_end_token_that_is_to_be_ignored():
+def test_an_end_token_that_is_to_be_ignored_does_not_end_the_output():
     scheduler = make(config=fake_config(eos_token_ids=(STOP,)))
     sequence = scheduler.new_request(1, request(2, max_tokens=3, ignore_eos=True))
-    assert sequence.accept([STOP, STOP]) == [STOP, STOP]
-    assert sequence.finish is None
-    assert sequence.accept([STOP, STOP]) == [STOP]
+    for _ in range(3):
+        assert sequence.finish is None
+        sequence.accept(STOP)
     assert sequence.finish is FinishReason.LENGTH
-
-
-def test_truncate_forgets_tokens_and_their_kv_but_no_prompt():
-    sequence = make().new_request(1, request(3, max_tokens=9))
-    sequence.accept([10, 11, 12])
-    sequence.num_computed = 5
-    sequence.truncate(6)
-    assert (len(sequence.tokens), sequence.num_computed) == (6, 5)
-    sequence.truncate(4)
-    assert sequence.tokens == [1, 2, 3, 10]
-    assert (sequence.num_computed, sequence.num_pending) == (4, 0)
-    with pytest.raises(AssertionError, match="inside its prompt of 3"):
-        sequence.truncate(2)
-
-
-def test_only_changes_of_state_in_the_table_are_possible():
-    assert set(TRANSITIONS) == set(State)
-    for before in State:
-        for after in State:
-            sequence = make().new_request(1, request(3))
-            sequence.state = before
-            if after in TRANSITIONS[before]:
-                sequence.move_to(after)
-                assert sequence.state is after
-            else:
-                with pytest.raises(AssertionError, match="cannot go from"):
-                    sequence.move_to(after)

@@ -13,7 +13,7 @@ for ever (`KVStuck`), requests that do not fit beside them are not kept waiting.
 import itertools
 
 from disagg.engine.scheduler import Scheduler
-from disagg.engine.sequence import Sequence, State
+from disagg.engine.sequence import Sequence
 from disagg.hooks import DecodeHooks, FetchKV, NextStep
 
 
@@ -36,7 +36,7 @@ class Attempts:
         self._numbers = itertools.count(1)
 
     def start(self, sequence: Sequence) -> None:
-        """Have positions 0..N-2 of a sequence that is now FETCHING computed elsewhere."""
+        """Have positions 0..N-2 of a sequence that has its pages computed elsewhere."""
         assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         attempt = sequence.attempt = next(self._numbers)
@@ -69,12 +69,11 @@ class Attempts:
         # From zero and in fresh pages: the old ones may still be written into.
         sequence.remote = then is NextStep.RETRY
         sequence.retries += 1
-        sequence.move_to(State.WAITING)
         self._scheduler.add(sequence)
         return None
 
     def cancel(self, sequence: Sequence) -> None:
-        """The request of a FETCHING sequence is not wanted any more; part it from its attempt."""
+        """The request of a fetching sequence is not wanted any more; part it from its attempt."""
         hooks, attempt = self._hooks, sequence.attempt
         assert hooks is not None and attempt is not None, f"{sequence.number} fetches nothing"
         hooks.on_cancel(attempt)

@@ -26,7 +26,7 @@ from disagg.engine.attempts import Attempts
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import Scheduler, Span, Step
-from disagg.engine.sequence import OnOutput, Sequence, State
+from disagg.engine.sequence import OnOutput, Sequence
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
 
@@ -145,15 +145,14 @@ class Engine:
             case hooks.KVFailed():
                 ended = self._attempts.on_failed(event.attempt, event.then)
                 if ended is not None:
-                    self._deliver(ended, [], FinishReason.ERROR, event.why)
+                    self._deliver(ended, FinishReason.ERROR, error=event.why)
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)
             case hooks.KVReleased():
                 self._attempts.on_released(event.attempt)
             case hooks.StopPrefill():
-                job = self._jobs.get(event.job)
                 # One that has computed everything is held already, one released before is gone.
-                if job is not None and job.state is not State.HELD:
+                if (job := self._jobs.get(event.job)) is not None:
                     self._scheduler.hold(job)
             case hooks.ReleasePrefill():
                 # We are between two steps: the last one that named these pages has ended.
@@ -163,7 +162,7 @@ class Engine:
     def _run_step(self) -> bool:
         now = self._clock()
         for hopeless, why in self._attempts.pop_hopeless():
-            self._deliver(hopeless, [], FinishReason.ERROR, why)
+            self._deliver(hopeless, FinishReason.ERROR, error=why)
         for sequence in self._scheduler.admit():
             sequence.stopwatch.reach("started", now)
             self._attempts.start(sequence)
@@ -188,41 +187,39 @@ class Engine:
             sizes = [len(span.token_ids) for _, span in step]
             name, details = f"{sum(sizes)} tokens", {"largest": max(sizes), "sequences": len(sizes)}
             self._trace.span("steps", name, start, now, **details)
-        outputs = [
-            (sequence, self._after_span(sequence, span, tokens, now))
-            for (sequence, span), tokens in zip(step, sampled, strict=True)
-        ]
+        for index, (sequence, span) in enumerate(step):
+            self._after_span(sequence, span, sampled.get(index), now)
         # What they owned is free by now, so a client that sees its end sees the balance restored.
-        for sequence, kept in outputs:
-            if kept:
-                self._deliver(sequence, kept, sequence.finish)
+        for index, token in sampled.items():
+            sequence, _ = step[index]
+            self._deliver(sequence, sequence.finish, (token,))
         return True
 
     def _after_span(
-        self, sequence: Sequence, span: Span, sampled: list[Sampled], now: float
-    ) -> list[Sampled]:
-        """Book what a step computed of one sequence; return the new tokens that count."""
+        self, sequence: Sequence, span: Span, token: Sampled | None, now: float
+    ) -> None:
+        """Book what a step computed of one sequence, and the token sampled after it."""
         sequence.num_computed += len(span.token_ids)
         if sequence.is_job:
             if sequence.num_pending == 0:
                 self._scheduler.hold(sequence)
-            return []
+            return
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
-        kept = sampled[: len(sequence.accept(token.token_id for token in sampled))]
-        sequence.stopwatch.on_tokens(now, len(kept))
+        if token is not None:
+            sequence.accept(token.token_id)
+            sequence.stopwatch.on_token(now)
         if sequence.finish is not None:
             self._scheduler.release(sequence)
-        return kept
 
     def _cancel(self, number: int) -> None:
         sequence = self._open.get(number)
         if sequence is None:
             return
-        if sequence.state is State.FETCHING:
+        if sequence.attempt is not None:
             self._attempts.cancel(sequence)
         self._scheduler.release(sequence)
-        self._deliver(sequence, [], FinishReason.CANCELLED)
+        self._deliver(sequence, FinishReason.CANCELLED)
 
     def _start_job(self, job: Sequence) -> None:
         assert job.number not in self._jobs, f"job {job.number} was started before"
@@ -232,8 +229,8 @@ class Engine:
     def _deliver(
         self,
         sequence: Sequence,
-        new: list[Sampled],
         finish: FinishReason | None,
+        new: tuple[Sampled, ...] = (),
         error: str | None = None,
     ) -> None:
         ended = finish is not None
@@ -259,7 +256,7 @@ class Engine:
             self._ended = why
             sequences = list(self._open.values())
         for sequence in sequences:
-            self._deliver(sequence, [], FinishReason.ERROR, why)
+            self._deliver(sequence, FinishReason.ERROR, error=why)
 
 
 def _chunks(step: Step) -> list[hooks.PrefillChunk]:

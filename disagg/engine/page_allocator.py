@@ -18,9 +18,9 @@ class PageAllocator:
     def __init__(self, capacity: int, *, kind: str = "page") -> None:
         self.capacity = capacity
         self.kind = kind
-        # The index freed last is handed out first: its memory is likeliest to be in a CPU cache.
-        self._free = list(range(capacity - 1, -1, -1))
-        self._owned: set[int] = set()
+        # In order: the index freed last is handed out first, its memory is likeliest to be in a CPU
+        # cache. All others are owned.
+        self._free = dict.fromkeys(range(capacity - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
@@ -31,21 +31,11 @@ class PageAllocator:
         """Hand out `count` indices; None means "not now": nothing was taken, ask again later."""
         if count > len(self._free):
             return None
-        indices = tuple(self._free.pop() for _ in range(count))
-        self._owned.update(indices)
-        return indices
+        return tuple(self._free.popitem()[0] for _ in range(count))
 
     def free(self, indices: Iterable[int]) -> None:
         """Take indices back. AssertionError for one that is not owned (a double free)."""
         for index in indices:
-            assert index in self._owned, f"{self.kind} {index} is freed, but nobody owns it"
-            self._owned.remove(index)
-            self._free.append(index)
-
-    def check(self) -> None:
-        """AssertionError unless each index is in exactly one place."""
-        places = sorted([*self._free, *self._owned])
-        assert places == list(range(self.capacity)), (
-            f"each {self.kind} of 0..{self.capacity - 1} must be in exactly one of free and owned;"
-            f" free {sorted(self._free)}, owned {sorted(self._owned)}"
-        )
+            is_owned = 0 <= index < self.capacity and index not in self._free
+            assert is_owned, f"{self.kind} {index} is freed, but nobody owns it"
+            self._free[index] = None

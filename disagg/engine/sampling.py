@@ -12,7 +12,6 @@ where in order of size two weights that are almost equal could change places.
 """
 
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from disagg.request import SamplingParams, TokenLogprobs
-
-DRAW_KEY = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,7 @@ def greedy(logits: Tensor) -> list[int]:
 def uniform(seed: int | None, index: int) -> float:
     """A number in [0, 1), a multiple of 2**-53: the first bits of a hash of its arguments."""
     assert seed is not None, "a request that draws got no seed"
-    digest = hashlib.blake2b(DRAW_KEY.pack(seed, index), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 

@@ -25,7 +25,7 @@ from operator import attrgetter
 
 from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
 from disagg.engine.page_allocator import PageAllocator
-from disagg.engine.sequence import Sequence, State
+from disagg.engine.sequence import Sequence
 from disagg.kv_layout import pages_for
 from disagg.request import Request, SamplingParams
 
@@ -110,11 +110,11 @@ class Scheduler:
         return Sequence(number=job, arrival=place, tokens=tokens, num_prompt_tokens=count)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a WAITING sequence; one that was queued before gets its old place back."""
+        """Queue a sequence; one that was queued before gets its old place back."""
         bisect.insort(self.waiting, sequence, key=attrgetter("arrival"))
 
     def admit(self) -> list[Sequence]:
-        """Give pages to the head of the queue while it fits; return those that now are FETCHING."""
+        """Give pages to the head of the queue while it fits; return those to be fetched."""
         to_fetch: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting[0]
@@ -128,10 +128,9 @@ class Scheduler:
             self.waiting.pop(0)
             if sequence.fetches:
                 self._take_slot(sequence)
-                sequence.move_to(State.FETCHING)
                 to_fetch.append(sequence)
             else:
-                self._run(sequence)
+                bisect.insort(self.running, sequence, key=attrgetter("arrival"))
         return to_fetch
 
     def num_pages_of(self, sequence: Sequence) -> int:
@@ -146,10 +145,10 @@ class Scheduler:
         ]
 
     def ready(self, sequence: Sequence) -> None:
-        """KV of positions 0..N-2 has landed in the pages of a FETCHING sequence: let it decode."""
+        """KV of positions 0..N-2 has landed in the pages of a fetching sequence: let it decode."""
         sequence.num_computed = sequence.num_prompt_tokens - 1
         sequence.attempt = None
-        self._run(sequence)
+        bisect.insort(self.running, sequence, key=attrgetter("arrival"))
 
     def schedule(self) -> Step:
         """Pick the next step's tokens: decodes, then chunks, at most one span of a sequence."""
@@ -166,14 +165,14 @@ class Scheduler:
         return step
 
     def hold(self, sequence: Sequence) -> None:
-        """Schedule a job no more, but keep what it owns: somebody may still read it."""
-        self._remove(sequence)
-        sequence.move_to(State.HELD)
+        """Schedule a sequence no more, but keep what it owns: somebody may still read it."""
+        for sequences in (self.waiting, self.running):
+            if sequence in sequences:
+                sequences.remove(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """End a sequence and free what it owns. No step that names its pages may be running."""
-        self._remove(sequence)
-        sequence.move_to(State.FINISHED)
+        self.hold(sequence)
         self.free_tail_slot(sequence)
         self.pages.free(sequence.page_indices)
         sequence.disown()
@@ -209,17 +208,6 @@ class Scheduler:
             return False
         (sequence.tail_slot,) = slots
         return True
-
-    def _run(self, sequence: Sequence) -> None:
-        sequence.move_to(State.RUNNING)
-        bisect.insort(self.running, sequence, key=attrgetter("arrival"))
-
-    def _remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of the list that its state says it is in, if any."""
-        if sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
-        elif sequence.state is State.RUNNING:
-            self.running.remove(sequence)
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         """ValueError unless the model can take this prompt and at least one token after it."""

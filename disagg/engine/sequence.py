@@ -3,17 +3,17 @@
 A sequence is either a request that generates tokens or a prefill job that computes positions
 0..N-2 for somebody else and never samples. Which sequences run is `scheduler.py`.
 
-    WAITING -> RUNNING -> FINISHED            a request that computes everything here
-    WAITING -> FETCHING -> RUNNING ...        a request that has positions 0..N-2 computed elsewhere
+    waiting -> running -> finished            a request that computes everything here
+    waiting -> fetching -> running ...        a request that has positions 0..N-2 computed elsewhere
         ^----------'                          (the attempt failed: again, or computed here)
-    WAITING -> RUNNING -> HELD -> FINISHED    a job: HELD until nobody reads its pages any more
+    waiting -> running -> held -> finished    a job: held until nobody reads its pages any more
         '------------------^                  (it was stopped before it ran)
 
-From each of them to FINISHED: cancelled, or failed.
+From each of them to finished: cancelled, or failed. A waiting or running sequence is in the list of
+that name, a fetching one has an `attempt`, one that is held owns pages, one that is finished none.
 """
 
-import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.engine.stopwatch import Stopwatch
@@ -23,26 +23,6 @@ from disagg.request import FinishReason, Output, SamplingParams
 #: Gets a request's output as it comes, `finish_reason` in the last. Called by the engine thread;
 #: must return at once and not raise.
 OnOutput = Callable[[Output], None]
-
-
-class State(enum.Enum):
-    """How far a sequence is."""
-
-    WAITING = enum.auto()
-    FETCHING = enum.auto()
-    RUNNING = enum.auto()
-    HELD = enum.auto()
-    FINISHED = enum.auto()
-
-
-#: Every change of state there is.
-TRANSITIONS = {
-    State.WAITING: (State.FETCHING, State.RUNNING, State.HELD, State.FINISHED),
-    State.FETCHING: (State.RUNNING, State.WAITING, State.FINISHED),
-    State.RUNNING: (State.HELD, State.FINISHED),
-    State.HELD: (State.FINISHED,),
-    State.FINISHED: (),
-}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,7 +45,6 @@ class Sequence:
     remote: bool = False
     on_output: OnOutput = lambda output: None
 
-    state: State = State.WAITING
     num_computed: int = 0
     page_indices: tuple[int, ...] = ()
     tail_slot: int | None = None
@@ -100,38 +79,16 @@ class Sequence:
         """Whether its next token is an ordinary decode token; the last prompt token is one, too."""
         return not self.is_job and self.num_computed >= self.num_prompt_tokens - 1
 
-    def move_to(self, state: State) -> None:
-        """Change the state. AssertionError for a change that the table does not have."""
-        assert state in TRANSITIONS[self.state], (
-            f"sequence {self.number} cannot go from {self.state} to {state}"
-        )
-        self.state = state
+    def accept(self, token: int) -> None:
+        """Append a sampled token, and set `finish` if it ends the output.
 
-    def accept(self, tokens: Iterable[int]) -> list[int]:
-        """Append sampled tokens one by one up to the first that ends the output; return those kept.
-
-        Sets `finish`. A token that is both the last allowed and a stop token is a stop.
+        One that is both the last allowed and a stop token is a stop.
         """
-        kept: list[int] = []
-        for token in tokens:
-            kept.append(token)
-            self.tokens.append(token)
-            if token in self.stop_token_ids:
-                self.finish = FinishReason.STOP
-            elif self.num_output_tokens >= self.max_tokens:
-                self.finish = FinishReason.LENGTH
-            if self.finish is not None:
-                break
-        return kept
-
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on, and their KV; the prompt always stays."""
-        assert length >= self.num_prompt_tokens, (
-            f"sequence {self.number} cannot be cut to {length} tokens, inside its prompt of"
-            f" {self.num_prompt_tokens}"
-        )
-        del self.tokens[length:]
-        self.num_computed = min(self.num_computed, length)
+        self.tokens.append(token)
+        if token in self.stop_token_ids:
+            self.finish = FinishReason.STOP
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish = FinishReason.LENGTH
 
     def disown(self) -> None:
         """Forget pages, slot and attempt, and with them all that was computed; frees nothing."""

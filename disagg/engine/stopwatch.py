@@ -24,12 +24,11 @@ class Stopwatch:
         """Only the first time counts."""
         self._times.setdefault(station, now)
 
-    def on_tokens(self, now: float, count: int) -> None:
-        """Tokens were sampled, which nothing does before the prompt's KV is whole."""
-        if count:
-            self.reach("prefilled", now)
-            self.reach("first token", now)
-            self._tokens += [now] * count
+    def on_token(self, now: float) -> None:
+        """A token was sampled, which nothing does before the prompt's KV is whole."""
+        self.reach("prefilled", now)
+        self.reach("first token", now)
+        self._tokens.append(now)
 
     def timings(self, transfer: TransferStats | None) -> Timings:
         """The times between the stations so far."""

@@ -10,13 +10,11 @@ embedding. How they are put together is `gqa.py`; where tensors come from is `we
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from disagg.config import Llama3RopeScaling
 
 #: Tokens of a step that weights are laid out for. One laid out for 1 is up to twice as slow at 16;
 #: one laid out for 16 loses nothing at 1.
@@ -130,18 +128,21 @@ def read_linear(
     return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: Llama3RopeScaling | None) -> Tensor:
-    """Radians per position of each pair of a head's elements: float32 `[head_dim / 2]`."""
+def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
+    """Radians per position of each pair of a head's elements: float32 `[head_dim / 2]`.
+
+    `rope` is `ModelConfig.rope_parameters`.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is None:
+    frequencies: Tensor = 1.0 / rope["rope_theta"] ** exponents
+    if rope["rope_type"] == "default":
         return frequencies
     # Llama 3: a pair that turns at least high_freq_factor times within the original context stays,
     # one that turns less than low_freq_factor times is slowed by `factor`, between is a blend.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies.mul(keep + (1 - keep) / rope["factor"])
 
 
 def rope_tables(

@@ -22,11 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from disagg.config import ITEMSIZE, Llama3RopeScaling, ModelConfig
+from disagg.config import ModelConfig
 from disagg.model.gqa import LlamaModel
-
-#: Architectures by the name in config.json: the `model_type` that goes with it, the class.
-ARCHITECTURES = {"LlamaForCausalLM": ("llama", LlamaModel)}
 
 #: dtypes of stored weights that `Checkpoint.read` converts.
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,12 +38,9 @@ def load_model(folder: Path, dtype: str) -> LlamaModel:
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
-    if dtype not in ITEMSIZE:
-        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
     config = read_config(folder)
     checkpoint = Checkpoint(folder, getattr(torch, dtype))
-    _, model_class = ARCHITECTURES[config.architecture]
-    model = model_class(config, checkpoint.read)
+    model = LlamaModel(config, checkpoint.read)
     checkpoint.refuse_unread(tied=config.tie_word_embeddings)
     return model
 
@@ -56,38 +50,24 @@ def read_config(folder: Path) -> ModelConfig:
 
     End tokens are those of generation_config.json, or of config.json where that names none.
     """
-    raw = _read_json(folder, "config.json")
-    architectures = raw.get("architectures") or ["none"]
-    if architectures[0] not in ARCHITECTURES:
-        raise ValueError(
-            f"{folder} holds an architecture that is not supported: {architectures[0]}; supported:"
-            f" {', '.join(ARCHITECTURES)}"
-        )
+    _read_json(folder, "config.json")  # its errors are clearer
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, TypeError, KeyError) as error:
         text = str(error).partition("\n")[0]
         raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
-    _refuse_unsupported(folder, config, architectures[0])
+    _refuse_unsupported(folder, config)
     eos = config.eos_token_id
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder, "generation_config.json").get("eos_token_id", eos)
+    names = [field.name for field in dataclasses.fields(ModelConfig)]
+    same_names = {name: getattr(config, name) for name in names if hasattr(config, name)}
     return ModelConfig(
-        architecture=architectures[0],
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        **same_names,
         num_layers=config.num_hidden_layers,
         num_qo_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
         max_positions=config.max_position_embeddings,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_parameters["rope_theta"],
-        rope_scaling=_rope_scaling(folder, config.rope_parameters),
-        tie_word_embeddings=config.tie_word_embeddings,
-        attention_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
     )
 
@@ -121,8 +101,8 @@ class Checkpoint:
         for path in _weight_files(folder):
             try:
                 self.stored |= load_file(path)
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged or half copied: {error}") from error
+            except (SafetensorError, FileNotFoundError) as error:
+                raise ValueError(f"{path} is missing, damaged or half copied: {error}") from error
         self._unread = set(self.stored)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -130,15 +110,10 @@ class Checkpoint:
         if name not in self.stored:
             raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
         tensor = self.stored[name]
-        if tuple(tensor.shape) != shape:
+        if tuple(tensor.shape) != shape or tensor.dtype not in STORED_DTYPES:
             raise ValueError(
-                f"{name} in {self._folder} has the wrong shape; expected {list(shape)}, got"
-                f" {list(tensor.shape)}; config.json and weights do not belong together"
-            )
-        if tensor.dtype not in STORED_DTYPES:
-            raise ValueError(
-                f"{name} in {self._folder} is stored as {tensor.dtype}; expected one of"
-                f" {', '.join(str(dtype) for dtype in STORED_DTYPES)}"
+                f"{name} in {self._folder} does not go with config.json; expected {list(shape)} in"
+                f" one of {STORED_DTYPES}, got {list(tensor.shape)} in {tensor.dtype}"
             )
         self._unread.discard(name)
         return tensor.to(self._dtype)
@@ -154,17 +129,23 @@ class Checkpoint:
                 )
 
 
-def _refuse_unsupported(folder: Path, config: PreTrainedConfig, architecture: str) -> None:
+def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError if the config asks for something that would silently be left out."""
-    model_type, _ = ARCHITECTURES[architecture]
-    required: dict[str, Any] = {"model_type": model_type, "hidden_act": "silu"}
-    required |= {"quantization_config": None, "sliding_window": None}
-    for name, wanted in required.items():
-        found = getattr(config, name, None)
-        if found != wanted:
+    supported: dict[str, tuple[object, ...]] = {
+        "architectures": (["LlamaForCausalLM"],),
+        "model_type": ("llama",),
+        "hidden_act": ("silu",),
+        "quantization_config": (None,),
+        "sliding_window": (None,),
+        "rope_type": ("default", "llama3"),
+        "partial_rotary_factor": (None, 1.0),
+    }
+    asked = vars(config) | {"model_type": config.model_type} | (config.rope_parameters or {})
+    for name, values in supported.items():
+        if asked.get(name) not in values:
             raise ValueError(
-                f"{folder}: {name} {found!r} is not supported by {architecture};"
-                f" expected {wanted!r}"
+                f"{folder}: {name} {asked.get(name)!r} is not supported; expected"
+                f" {' or '.join(map(repr, values))}"
             )
     if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
         raise ValueError(
@@ -174,27 +155,11 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig, architecture: st
         )
 
 
-def _rope_scaling(folder: Path, parameters: dict[str, Any]) -> Llama3RopeScaling | None:
-    kind = parameters["rope_type"]
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{folder}: partial_rotary_factor is not supported; expected none or 1")
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(
-            f"{folder}: rope scaling {kind!r} is not supported; expected default or llama3"
-        )
-    fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    return Llama3RopeScaling(**{name: parameters[name] for name in fields})
-
-
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise ValueError(f"model folder {folder} does not exist")
     try:
         content: dict[str, Any] = json.loads((folder / name).read_text())
     except FileNotFoundError:
-        raise ValueError(f"model folder {folder} has no {name}") from None
+        raise ValueError(f"model folder {folder} does not exist or has no {name}") from None
     except ValueError as error:
         raise ValueError(f"{folder / name} is not valid JSON: {error}") from error
     return content
@@ -202,17 +167,10 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    if single.exists() or not index.exists():
         return [single]
-    if not index.exists():
-        raise ValueError(
-            f"model folder {folder} has no weights; expected {single.name} or an index"
-        )
-    shards = sorted(set(_read_json(folder, index.name)["weight_map"].values()))
-    for shard in shards:
-        if not (folder / shard).exists():
-            raise ValueError(f"model folder {folder} lacks {shard}, which its index names")
-    return [folder / shard for shard in shards]
+    shards = set(_read_json(folder, index.name)["weight_map"].values())
+    return [folder / shard for shard in sorted(shards)]
 
 
 def _sample(tensor: Tensor) -> bytes:
