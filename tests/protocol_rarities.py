@@ -186,8 +186,6 @@ def posted_is_exact(code: Code) -> None:
                 world.cancel(client)
             if rng.random() < 0.3:
                 world.reject_write(0)
-            if rng.random() < 0.3:
-                world.fail_write(0, posted=False)
         world.heal()
         for imm, posted in said.items():
             assert landed.get(imm, 0) == posted, f"said {posted}, {landed.get(imm, 0)} landed"
@@ -211,7 +209,7 @@ def retries_end(code: Code) -> None:
     world.heal()
 
 
-def a_failure_after_the_answer_is_told_too(code: Code) -> None:
+def a_failure_after_the_answer_is_fenced(code: Code) -> None:
     """Rule 3: a posted write that fails after CancelAck(posted) makes that number wrong: fence."""
     seen = 0
     for seed in range(25):
@@ -231,7 +229,7 @@ def a_failure_after_the_answer_is_told_too(code: Code) -> None:
         node.messenger.poll(0)  # CancelAck leaves; writes are still in flight
         if not transfer.in_flight:
             continue
-        world.fail_write(0, posted=True)
+        world.fail_write(0)
         world.run_fairly(1.0)
         assert world.decode_node.storage.balanced, "waits for a write that failed after the answer"
         seen += 1
@@ -454,7 +452,7 @@ RARITIES: tuple[Scenario, ...] = (
     finished_still_waits_for_the_count,
     posted_is_exact,
     retries_end,
-    a_failure_after_the_answer_is_told_too,
+    a_failure_after_the_answer_is_fenced,
     loss_of_one_prefiller_leaves_the_others,
     a_fence_frees_its_own_connection_alone,
     lost_peers_leave_nothing,

@@ -92,8 +92,7 @@ def fault(world: World, rng: random.Random) -> None:
             lambda: world.restart(index),
             lambda: world.kill(index),
             world.cut,
-            lambda: world.fail_write(index, posted=True),
-            lambda: world.fail_write(index, posted=False),
+            lambda: world.fail_write(index),
             lambda: world.reject_write(index),
         ]
     )()
@@ -153,9 +152,9 @@ def lost_write_is_told(code: Code) -> None:
             world.reject_write(0)
         else:
             node = world.prefill_nodes[0].transfer
-            while not node.unposted and client.ended is None:
+            while not node.in_flight and client.ended is None:
                 world.run(1)
-            world.fail_write(0, posted=False)
+            world.fail_write(0)
         ends(world, client, within=1.5)
         world.heal()
 

@@ -436,7 +436,7 @@ def record_places(nodes):
     on_fetch = nodes.decoder._messenger.on_fetch
 
     def step(base, chunks):
-        if chunks[0].is_last:
+        if chunks[0].tail_slot is not None:
             places["sent"] = chunks[0].page_indices, chunks[0].tail_slot
         on_step(base, chunks)
 

@@ -13,7 +13,6 @@ connect and what may be asked. One thread makes every call but `on_step_schedule
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -22,11 +21,11 @@ import numpy as np
 from disagg.hooks import PrefillChunk, StartPrefill
 from disagg.messenger import messages
 from disagg.messenger.admission import probe_problem, refusal, request_problem
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step, WritesEnded
+from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import plan_slices
-from disagg.transfer.interface import Peer, PeerLost, TransferError
+from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +35,25 @@ class PrefillerMessenger(Messenger):
 
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
-        self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
+        self._writer = LayerWriter(wiring, read_counter)
         self._links: dict[Peer, Link] = {}
-        self._inbox: deque[Step] = deque()
         self._next_job = 1
 
     # --- From the engine, any thread ---
 
     def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
-        self._inbox.append(Step(base=base, chunks=chunks))
+        self._writer.add_step(base, chunks)
         self._transfer.wake()
 
     # --- The loop ---
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
-        while self._inbox:
-            self._writer.add_step(self._inbox.popleft())
         timeout = min(timeout, self._config.heartbeat_interval / 2, self._writer.pause)
         events = self._transfer.poll(timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
-        self._writer.settle(event for event in events if isinstance(event, WritesEnded))
+        self._writer.settle(event for event in events if isinstance(event, WritesDone))
         for event in events:
             self._on_event(event)
         self._writer.post_finished_layers()
@@ -152,13 +148,6 @@ class PrefillerMessenger(Messenger):
                 why = str(error)
         if why is not None:
             self._send(peer, PrefillRejected(attempt_id=probe.attempt_id, permanent=True, why=why))
-
-    def _on_attempt_failed(self, attempt: Attempt, why: str) -> None:
-        """Rule 6: a write that will not come becomes a message, or the decoder waits in vain."""
-        attempt_id = attempt.request.attempt_id
-        logger.warning("attempt %#x failed: %s", attempt_id, why)
-        failed = messages.PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
-        self._send(attempt.link.peer, failed)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)
