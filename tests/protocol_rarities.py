@@ -144,7 +144,7 @@ def finished_still_waits_for_the_count(code: Code) -> None:
             world.rng.choice(happens)()
         assert conn.uncounted, "nothing was counted yet"
         world.cancel(client)
-        for _ in range(3):
+        for _ in range(4):
             decoder.messenger.poll(0)
             deliver()
             node.messenger.poll(0)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from disagg.messenger.messages import (
+    PROTOCOL_VERSION,
     Cancel,
     CancelAck,
     Goodbye,
@@ -26,7 +27,7 @@ from disagg.messenger.messages import (
     decode,
     encode,
 )
-from disagg.transfer.interface import ImmReached, Memory, MessageReceived
+from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
 from tests.adversarial import FakeTransfer
 from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, PAGE_SIZE, Client, Code, World
 
@@ -468,12 +469,13 @@ def probe_is_served(code: Code) -> None:
         {"num_pages": 0},
         {"num_pages": 1 << 31},
         {"num_pages": 9},
-        {"imm": 0},
     ):
         answers = probe.hear(msgspec.structs.replace(wanted, **changes))
         assert [type(m).__name__ for m in answers if "Heartbeat" not in type(m).__name__] == [
             "PrefillRejected"
         ], answers
+    ended = probe.hear(msgspec.structs.replace(wanted, imm=0))
+    assert any(isinstance(event, PeerLost) for event in ended), ended
     served = world.submit(5)
     ends(world, served, within=2.0)
     assert served.ended == "ready"
@@ -505,7 +507,7 @@ def forged_messages_end_one_connection(code: Code) -> None:
         (Role.DECODER, {}, (change(request, attempt_id=2**64 - 1),)),
         (Role.DECODER, {}, (request, request)),
         (Role.DECODER, {}, (Cancel(attempt_id=2**64 - 1),)),
-        (Role.DECODER, {}, (CancelAck(attempt_id=1, posted=1, finished=False),)),
+        (Role.DECODER, {}, (CancelAck(attempt_id=1, posted=1),)),
         (Role.DECODER, {"num_pages": 2**32 - 1, "num_tail_slots": 2**32 - 1}, (request,)),
         (Role.DECODER, {"kv_regions": ()}, (request,)),
         (Role.DECODER, {"kv_regions": (b"?",), "tail_region": b"?"}, (request,)),
@@ -545,8 +547,9 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
     hello: Hello = world.decode_node.messenger._hello
     peer = world.decode_node.messenger._prefillers.ready()[0].peer
     no_text = encode(Goodbye(why="??")).replace(b"??", b"\xff\xfe")
-    unknown = b"\x02\x81\xa4type\xa3foo"
-    for data in (b"", b"\x02garbage", b"\x09", encode(hello), unknown, no_text):
+    version = bytes((PROTOCOL_VERSION,))
+    unknown = version + b"\x81\xa4type\xa3foo"
+    for data in (b"", version + b"garbage", b"\x09", encode(hello), unknown, no_text):
         world.decode_node.transfer.send(peer, data)
         world.run_fairly(1.0)
         after = world.submit(5)

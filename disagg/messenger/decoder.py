@@ -217,12 +217,7 @@ class DecoderMessenger(Messenger):
     def _on_message(self, peer: Peer, message: Message) -> None:
         match message:
             case Hello():
-                refused = self._prefillers.greet(peer, message)
-                if refused is not None:
-                    self._send(peer, refused)
-                    self._close_peer(peer, f"refused: {refused.text(received=False)}")
-            case messages.HelloRefused():
-                self._close_peer(peer, f"refused: {message.text(received=True)}")
+                self._prefillers.greet(peer, message)
             case messages.Goodbye():
                 super()._on_message(peer, message)
             case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
@@ -251,16 +246,10 @@ class DecoderMessenger(Messenger):
                 self._fail(attempt, message.why)
                 self._drain(attempt, message.posted)
             case messages.CancelAck() if attempt.state is AttemptState.CANCELLING:
-                if message.finished:
-                    attempt.move(AttemptState.DRAINING)
-                else:
-                    self._drain(attempt, message.posted)
+                self._drain(attempt, attempt.count if message.posted is None else message.posted)
 
-    def _drain(self, attempt: Attempt, posted: int | None) -> None:
+    def _drain(self, attempt: Attempt, posted: int) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
-        if posted is None:
-            self._close_peer(attempt.peer, "a posted write failed: its fate is unknown")
-            return
         if posted > attempt.count:
             raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
         if attempt.state is not AttemptState.DRAINING:

@@ -143,8 +143,7 @@ class LayerWriter:
             # Rule 6: a write that will not come becomes a message, or the decoder waits in vain.
             attempt_id, why = attempt.request.attempt_id, str(error)
             logger.warning("attempt %#x failed: %s", attempt_id, why)
-            self.stop(attempt)
-            failed = PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
+            failed = PrefillFailed(attempt_id=attempt_id, why=why, posted=self.stop(attempt))
             self._transfer.send(attempt.link.peer, encode(failed))
 
     def _post_layer(self, attempt: Attempt, chunk: PrefillChunk, layer: int) -> None:
@@ -208,14 +207,15 @@ class LayerWriter:
             attempt.open_tickets.clear()
             self.stop(attempt)
 
-    def stop(self, attempt: Attempt) -> None:
-        """Post nothing more; afterwards `attempt.posted` is what the decoder will count."""
+    def stop(self, attempt: Attempt) -> int:
+        """Post nothing more; returns how many writes were posted, which the decoder will count."""
         if attempt.posted is None:
             self._post(StopPrefill(job=attempt.job))
             num_ended = attempt.num_writes - sum(attempt.open_tickets.values())
             # None: the peer is lost, and nobody will hear how many there were.
             attempt.posted = num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
         self._release_if_idle(attempt)
+        return attempt.posted
 
     def _release_if_idle(self, attempt: Attempt) -> None:
         """Rule 4: source pages go back only when no write of ours reads them."""

@@ -91,8 +91,8 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError("a second Hello on one connection")
         refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         if refused is not None:
-            logger.warning("refused a %s: %s", hello.role, refused.text(received=False))
-            self._send(peer, refused)
+            logger.warning("refused a %s: %s", hello.role, refused)
+            self._send(peer, messages.Goodbye(why=refused))  # it hangs up, or is silent
             return
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
@@ -127,12 +127,10 @@ class PrefillerMessenger(Messenger):
     def _on_cancel(self, peer: Peer, link: Link, cancel: messages.Cancel) -> None:
         attempt = link.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        posted, finished = None, True
+        posted = None
         if attempt is not None:
-            self._writer.stop(attempt)
-            posted, finished = attempt.posted, False
-        ack = messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted, finished=finished)
-        self._send(peer, ack)
+            posted = self._writer.stop(attempt)
+        self._send(peer, messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted))
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from disagg.messenger.admission import fits, refusal
-from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
+from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice, plan_slices
 from disagg.transfer.interface import Peer
@@ -93,14 +93,14 @@ class Prefillers:
             return NoPrefiller(why=next(filter(None, problems)), permanent=everyone)
         return min(able, key=lambda p: (p.num_failures, p.num_attempts))
 
-    def greet(self, peer: Peer, hello: Hello) -> HelloRefused | None:
-        """A prefiller answered with its Hello: READY, or why the pair cannot work."""
+    def greet(self, peer: Peer, hello: Hello) -> None:
+        """A prefiller answered with its Hello: READY, or a ProtocolError if it cannot be."""
         prefiller = self._by_peer(peer)
         if prefiller is None or prefiller.hello is not None:
             raise ProtocolError("a Hello that nobody waits for")
         refused = refusal(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
-            return refused
+            raise ProtocolError(refused)
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
             prefiller.retired = True
@@ -110,7 +110,6 @@ class Prefillers:
         prefiller.slices = plan_slices([replace(layout, num_pages=hello.num_pages)], [layout])
         prefiller.hello = hello
         self._on_link(prefiller.address, True, "ready")
-        return None
 
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
         """A prefiller has said what its clock showed."""
