@@ -224,9 +224,9 @@ class FakeTransfer(TransferEngine):
         self.next_ticket += 1
         if conn is None:
             return ticket.number
-        region = dst[0]
-        if region >= len(conn.ends[1 - end].regions):
+        if len(dst) != 1 or dst[0] >= len(conn.ends[1 - end].regions):
             raise TransferError(f"{dst!r} is no descriptor of this peer")
+        region = dst[0]
         if not conn.ends[1 - end].writable[region]:
             raise TransferError("this region of the peer is a source alone")
         target = conn.ends[1 - end].regions[region]

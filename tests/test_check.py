@@ -318,7 +318,7 @@ def hello(role):
         num_pages=1,
         num_tail_slots=1,
         max_prompt_tokens=9,
-        kv_regions=(b"",),
+        kv_region=b"",
         tail_region=b"",
     )
 

@@ -29,7 +29,6 @@ MODULES = (
     "imm_counter",
     "messages",
     "node_memory",
-    "sharding",
     "messenger",
     "admission",
     "layer_writer",
@@ -248,9 +247,9 @@ VARIANTS = (
     ),
     Variant(
         "9: decode waits for the whole count",
-        "sharding",
-        "num_layers * num_sent_pages * len(slices) + 1",
-        "num_layers * num_sent_pages * len(slices)",
+        "messages",
+        "num_layers * num_sent_pages + 1",
+        "num_layers * num_sent_pages",
         "queueing_is_not_silence",
     ),
     Variant(

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for
 from disagg.messenger import messages
-from disagg.messenger.messages import Hello, Identity, Role
-from disagg.messenger.sharding import Slice, expected_count
+from disagg.messenger.messages import Hello, Identity, Role, expected_count
 
 #: Most pages a probe may ask for.
 MAX_PROBE_PAGES = 65536
@@ -21,8 +20,8 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | Non
         return f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
     if theirs.role == Role.PROBE:
         return None
-    if theirs.identity is None or len(theirs.kv_regions) != theirs.identity.tp:
-        return f"a {theirs.role} says which model it holds and one KV region for each rank"
+    if theirs.identity is None:
+        return f"a {theirs.role} says which model it holds; got a Hello without"
     for field in Identity.__struct_fields__:
         mine, other = getattr(ours.identity, field), getattr(theirs.identity, field)
         if mine != other:
@@ -51,9 +50,7 @@ def fits(prefiller: Hello, num_tokens: int) -> str | None:
     return None
 
 
-def request_problem(
-    request: messages.PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
-) -> str | None:
+def request_problem(request: messages.PrefillRequest, *, ours: Hello, theirs: Hello) -> str | None:
     """Why this request can never be served, or None."""
     assert ours.identity is not None, "a prefiller knows its model"
     num_tokens, pages = len(request.token_ids), request.page_indices
@@ -68,8 +65,7 @@ def request_problem(
             f"page indices must lie below {theirs.num_pages} and tail_slot below"
             f" {theirs.num_tail_slots}, as said in Hello"
         )
-    num_layers = ours.identity.num_layers
-    count = expected_count(slices, num_layers, num_pages - request.num_held_pages)
+    count = expected_count(ours.identity.num_layers, num_pages - request.num_held_pages)
     if count != request.expected_count:
         return f"expected_count {request.expected_count} is not the {count} writes there would be"
     return None

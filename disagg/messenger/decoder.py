@@ -41,7 +41,6 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
-from disagg.messenger.sharding import expected_count
 from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -161,9 +160,8 @@ class DecoderMessenger(Messenger):
                 self._fail(attempt, chosen.why, permanent=chosen.permanent)
                 self._end(attempt)
             return
-        layout = self._memory.layout
         num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
-        count = expected_count(chosen.slices, layout.num_layers, num_sent_pages)
+        count = messages.expected_count(self._memory.layout.num_layers, num_sent_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
@@ -180,7 +178,6 @@ class DecoderMessenger(Messenger):
             tail_slot=fetch.tail_slot,
             imm=attempt.imm,
             expected_count=count,
-            destination_rank=0,
         )
         self._send(attempt.peer, request)
 
@@ -277,8 +274,7 @@ class DecoderMessenger(Messenger):
     def _moved(self, attempt: Attempt) -> TransferStats:
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
-        fetch, layout, lag = attempt.fetch, self._memory.layout, attempt.prefiller.clock_lag
-        num_pages = layout.num_layers * (len(fetch.page_indices) - fetch.num_held_pages)
+        fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         exposed = span = None
         if lag is not None:
             words = self._memory.tail_words(fetch.tail_slot).tolist()
@@ -290,7 +286,8 @@ class DecoderMessenger(Messenger):
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=num_pages * layout.page_bytes + self._memory.tail.slot_bytes,
+            bytes=(attempt.count - 1) * self._memory.layout.page_bytes
+            + self._memory.tail.slot_bytes,
             retries=fetch.retries,
             exposed=exposed,
             span=span,

@@ -28,7 +28,6 @@ from disagg.kv_layout import KVLayout, Offsets, TailLayout
 from disagg.messenger.messages import Hello, PrefillFailed, PrefillRequest, encode
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.pace import Pace
-from disagg.messenger.sharding import Slice
 from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
@@ -36,12 +35,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A greeted peer: where its pages lie, how ours map onto them, and its attempts by id."""
+    """A greeted peer: where its pages lie, and its attempts by id."""
 
     peer: Peer
     hello: Hello
     layout: KVLayout
-    slices: tuple[Slice, ...]
     attempts: dict[int, Attempt] = field(default_factory=dict)
 
 
@@ -154,12 +152,10 @@ class LayerWriter:
             end = len(request.page_indices)
         if first >= end:
             return
-        sources = layout.page_offsets(layer, np.array(chunk.page_indices[first:end]))
-        destinations = link.layout.page_offsets(layer, np.array(request.page_indices[first:end]))
-        for part in link.slices:
-            here, there = self._memory.kv_region, link.hello.kv_regions[part.destination_rank]
-            src, dst = sources + part.source_offset, destinations + part.destination_offset
-            self._write(attempt, f"layer {layer}", here, there, part.nbytes, src, dst)
+        src = layout.page_offsets(layer, np.array(chunk.page_indices[first:end]))
+        dst = link.layout.page_offsets(layer, np.array(request.page_indices[first:end]))
+        here, there = self._memory.kv_region, link.hello.kv_region
+        self._write(attempt, f"layer {layer}", here, there, layout.page_bytes, src, dst)
 
     def _post_tail(self, attempt: Attempt, slot: int) -> None:
         tail, here, request = self._memory.tail, self._memory.tail_region, attempt.request

@@ -15,7 +15,7 @@ will count. What each side does with a message is in `prefiller.py` and `decoder
 """
 
 import enum
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -63,9 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message in each direction: who I am and where I may be written to.
 
-    `epoch` is random per process. `kv_regions` holds one transfer descriptor per rank and
-    `tail_region` one for the tail slots; a probe has `identity` None and its scratch as tail
-    region. `max_prompt_tokens` is the longest prompt the sender's model may see.
+    `epoch` is random per process. `kv_region` and `tail_region` are transfer descriptors; a probe
+    has `identity` None, no KV region and its scratch as tail region. `max_prompt_tokens` is the
+    longest prompt the sender's model may see.
     """
 
     epoch: U64
@@ -74,7 +74,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: U32
     num_tail_slots: U32
     max_prompt_tokens: U32
-    kv_regions: tuple[bytes, ...]
+    kv_region: bytes
     tail_region: bytes
 
 
@@ -83,7 +83,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `page_indices` are the decoder's `ceil((N-1) / page_size)` pages, of which the first
     `num_held_pages` need not be sent. Every write carries `imm`; the decoder waits for
-    `expected_count` of them. `destination_rank` is the decoder's rank, one for now.
+    `expected_count` of them.
     """
 
     attempt_id: U64
@@ -93,7 +93,11 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tail_slot: U32
     imm: PositiveU32
     expected_count: PositiveU32
-    destination_rank: Literal[0]
+
+
+def expected_count(num_layers: int, num_sent_pages: int) -> int:
+    """Immediates of an attempt: each sent page of each layer is one write, and so is the tail."""
+    return num_layers * num_sent_pages + 1
 
 
 class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -24,7 +24,6 @@ from disagg.messenger.admission import probe_problem, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
-from disagg.messenger.sharding import plan_slices
 from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
@@ -98,8 +97,7 @@ class PrefillerMessenger(Messenger):
             if link.hello.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
         layout = replace(self._memory.layout, num_pages=hello.num_pages)
-        slices = plan_slices([self._memory.layout], [layout])
-        self._links[peer] = Link(peer=peer, hello=hello, layout=layout, slices=slices)
+        self._links[peer] = Link(peer=peer, hello=hello, layout=layout)
         self._send(peer, self._hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
@@ -108,7 +106,7 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        why = request_problem(request, ours=self._hello, theirs=link.hello, slices=link.slices)
+        why = request_problem(request, ours=self._hello, theirs=link.hello)
         permanent = why is not None
         if why is None and len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"

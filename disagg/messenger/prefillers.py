@@ -6,12 +6,11 @@ DOWN --connect--> GREETING --Hello fits--> READY
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from disagg.messenger.admission import fits, refusal
 from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
-from disagg.messenger.sharding import Slice, plan_slices
 from disagg.transfer.interface import Peer
 
 Address = tuple[str, int]
@@ -34,7 +33,6 @@ class Prefiller:
     address: Address
     peer: Peer = 0
     hello: Hello | None = None
-    slices: tuple[Slice, ...] = ()
     retry_at: float = 0.0
     num_attempts: int = 0
     num_failures: int = 0
@@ -105,10 +103,7 @@ class Prefillers:
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
             prefiller.retired = True
             raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
-        prefiller.epoch, prefiller.delay = hello.epoch, 0.0
-        layout = self._wiring.memory.layout
-        prefiller.slices = plan_slices([replace(layout, num_pages=hello.num_pages)], [layout])
-        prefiller.hello = hello
+        prefiller.epoch, prefiller.delay, prefiller.hello = hello.epoch, 0.0, hello
         self._on_link(prefiller.address, True, "ready")
 
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
