@@ -605,14 +605,14 @@ class World:
             self.decode_node.finish_one()
         if not wake:
             return
-        assert self.decode_node.messenger.num_open_attempts == 0, "attempts left open"
+        assert len(self.decode_node.messenger._attempts) == 0, "attempts left open"
         assert self.decode_node.storage.balanced, (
             f"decoder pages {self.decode_node.storage.page_owner} left in use"
         )
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
-                assert node.messenger.num_open_attempts == 0, "attempts left open"
+                assert len(node.messenger._writer) == 0, "attempts left open"
                 assert node.storage.balanced, (
                     f"prefiller pages {node.storage.page_owner} left in use"
                 )

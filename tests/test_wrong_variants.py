@@ -347,8 +347,8 @@ VARIANTS = (
     Variant(
         "a probe gets what it asked for and no more",
         "admission",
-        " and 0 < probe.num_pages <= MAX_PROBE_PAGES",
-        "",
+        " and 0 < probe.num_pages <= MAX_PROBE_PAGES)",
+        ")",
         "probe_is_served",
     ),
     Variant(

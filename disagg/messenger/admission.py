@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from disagg.kv_layout import pages_for
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Identity, Role, expected_count
+from disagg.transfer.interface import TransferError
 
 #: Most pages a probe may ask for.
 MAX_PROBE_PAGES = 65536
@@ -71,11 +72,10 @@ def request_problem(request: messages.PrefillRequest, *, ours: Hello, theirs: He
     return None
 
 
-def probe_problem(probe: messages.ProbeRequest, scratch_bytes: int) -> str | None:
-    """Why a probe's request is not served, or None."""
-    if 0 < probe.page_bytes <= scratch_bytes and 0 < probe.num_pages <= MAX_PROBE_PAGES:
-        return None
-    return (
-        f"expected 1 to {MAX_PROBE_PAGES} pages of 1 to {scratch_bytes} bytes,"
-        f" got {probe.num_pages} of {probe.page_bytes}"
-    )
+def check_probe(probe: messages.ProbeRequest, scratch_bytes: int) -> None:
+    """TransferError if a probe's request is not served. Its region's end is the engine's to see."""
+    if not (0 < probe.page_bytes <= scratch_bytes and 0 < probe.num_pages <= MAX_PROBE_PAGES):
+        raise TransferError(
+            f"expected 1 to {MAX_PROBE_PAGES} pages of 1 to {scratch_bytes} bytes,"
+            f" got {probe.num_pages} of {probe.page_bytes}"
+        )

@@ -121,11 +121,6 @@ class DecoderMessenger(Messenger):
                 self._on_deadline(attempt)
         self._watch_silence()
 
-    @property
-    def num_open_attempts(self) -> int:
-        """Attempts whose pages are not the engine's again."""
-        return len(self._attempts)
-
     def _greeted(self) -> Collection[Peer]:
         return [prefiller.peer for prefiller in self._prefillers.ready()]
 
@@ -231,8 +226,6 @@ class DecoderMessenger(Messenger):
         ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
         if attempt is None or not ours or attempt.peer != peer:
             return  # it ended before the answer came
-        if attempt.state is AttemptState.FENCING:
-            return
         match message:
             case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:
                 raise ProtocolError(f"rejected after it was posted for: {message.why}")
@@ -259,14 +252,11 @@ class DecoderMessenger(Messenger):
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
         if attempt.wanted:
-            assert attempt.prefiller is not None, "counted what nobody was asked for"
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
             if found == self._attempt_id(attempt):
-                attempt.prefiller.num_failures = 0
-                self._post(KVReady(attempt=attempt.fetch.attempt, transfer=self._moved(attempt)))
-                attempt.wanted = False
-                self._end(attempt, released=False)
+                moved = self._moved(attempt)
+                self._end(attempt, KVReady(attempt=attempt.fetch.attempt, transfer=moved))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
@@ -274,6 +264,7 @@ class DecoderMessenger(Messenger):
     def _moved(self, attempt: Attempt) -> TransferStats:
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
+        attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         exposed = span = None
         if lag is not None:
@@ -323,13 +314,12 @@ class DecoderMessenger(Messenger):
             return NextStep.RETRY if again else NextStep.LOCAL
         return NextStep(self._config.on_failure)
 
-    def _end(self, attempt: Attempt, *, released: bool = True) -> None:
-        """Nothing can land any more: the pages are the request's (KVReady) or free."""
+    def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
+        """Nothing can land any more: the pages are the request's (`ready`) or free."""
         attempt.move(AttemptState.GONE)
         del self._attempts[attempt.fetch.attempt]
         if attempt.prefiller is not None:
             self._transfer.forget(attempt.imm)
             if attempt.prefiller.peer == attempt.peer:  # else its count began anew
                 attempt.prefiller.num_attempts -= 1
-        if released:
-            self._post(KVReleased(attempt=attempt.fetch.attempt))
+        self._post(ready or KVReleased(attempt=attempt.fetch.attempt))

@@ -108,13 +108,11 @@ class LayerWriter:
 
     def post_finished_layers(self) -> None:
         """Post every layer that the counter has passed; it may have passed several at once."""
-        num_layers = self._memory.layout.num_layers
-        if self._steps:
-            # Read before posting, which reads it anew: what is posted is then never slept over.
-            counter, step = self._read_counter(), self._steps[0]
-            runs = counter < step.base + num_layers
-            self.pause = step.pace.pause(counter, self._clock(), layer_runs=runs)
-        counter = self._read_counter()
+        num_layers, counter, now = (
+            self._memory.layout.num_layers,
+            self._read_counter(),
+            self._clock(),
+        )
         while self._steps:
             step = self._steps[0]
             # What follows the last layer are the tails.
@@ -124,6 +122,8 @@ class LayerWriter:
                     self._post_chunk(chunk, layer)
                 step.next_layer = layer + 1
             if step.next_layer <= num_layers:
+                runs = step.next_layer < num_layers
+                self.pause = step.pace.pause(counter, now, layer_runs=runs)
                 return
             self._steps.popleft()
         self.pause = math.inf

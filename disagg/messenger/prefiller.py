@@ -20,7 +20,7 @@ import numpy as np
 
 from disagg.hooks import PrefillChunk, StartPrefill
 from disagg.messenger import messages
-from disagg.messenger.admission import probe_problem, refusal, request_problem
+from disagg.messenger.admission import check_probe, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
@@ -57,11 +57,6 @@ class PrefillerMessenger(Messenger):
             self._on_event(event)
         self._writer.post_finished_layers()
         self._watch_silence()
-
-    @property
-    def num_open_attempts(self) -> int:
-        """Attempts that still hold source pages."""
-        return len(self._writer)
 
     def _greeted(self) -> Collection[Peer]:
         return self._links
@@ -132,18 +127,15 @@ class PrefillerMessenger(Messenger):
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region
-        why = probe_problem(probe, scratch.memory.nbytes)
-        if why is None:
+        try:
+            check_probe(probe, scratch.memory.nbytes)
+            there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
             pages = np.arange(probe.num_pages, dtype=np.int64)
-            sources = pages % (scratch.memory.nbytes // probe.page_bytes) * probe.page_bytes
-            try:
-                there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
-                destinations = pages * nbytes
-                self._transfer.write_pages(peer, scratch, there, nbytes, sources, destinations, imm)
-            except TransferError as error:
-                why = str(error)
-        if why is not None:
-            self._send(peer, PrefillRejected(attempt_id=probe.attempt_id, permanent=True, why=why))
+            src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
+            self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
+        except TransferError as error:
+            attempt_id, why = probe.attempt_id, str(error)
+            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=True, why=why))
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)
