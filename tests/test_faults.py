@@ -485,10 +485,10 @@ def test_a_mismatch_is_refused_at_connect(model, oracle, tmp_path):
     with HeldNode(node_config(model, listen=("127.0.0.1", 0))) as prefiller:
         before = balance_of(prefiller)
         for folder, settings, why in (
-            (model, {"dtype": "bfloat16"}, "dtype differs: ours bfloat16, theirs float32"),
-            (model, {"page_size": 8}, "page_size differs: ours 8, theirs 4"),
-            (model, {"kv_layout": "NHD"}, "kv_layout differs: ours NHD, theirs HND"),
-            (other, {}, "model_fingerprint differs: ours [0-9a-f]{32}, theirs [0-9a-f]{32}"),
+            (model, {"dtype": "bfloat16"}, "dtype differs: prefiller float32, decoder bfloat16"),
+            (model, {"page_size": 8}, "page_size differs: prefiller 4, decoder 8"),
+            (model, {"kv_layout": "NHD"}, "kv_layout differs: prefiller HND, decoder NHD"),
+            (other, {}, "fingerprint differs: prefiller [0-9a-f]{32}, decoder [0-9a-f]{32}"),
             (deeper, {}, "model_fingerprint differs"),
         ):
             config = node_config(folder, prefillers=(prefiller.address,), **settings)

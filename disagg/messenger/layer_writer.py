@@ -108,11 +108,8 @@ class LayerWriter:
 
     def post_finished_layers(self) -> None:
         """Post every layer that the counter has passed; it may have passed several at once."""
-        num_layers, counter, now = (
-            self._memory.layout.num_layers,
-            self._read_counter(),
-            self._clock(),
-        )
+        num_layers = self._memory.layout.num_layers
+        counter, now = self._read_counter(), self._clock()
         while self._steps:
             step = self._steps[0]
             # What follows the last layer are the tails.
