@@ -49,15 +49,14 @@ class FetchKV:
 class PrefillChunk:
     """Positions `[first_token, first_token + num_tokens)` of a job, computed in one step.
 
-    `page_indices` lists all source pages of the job; `is_last` is true for the chunk that ends at
-    position N-2, whose step also fills tail slot `tail_slot` (None in all other chunks).
+    `page_indices` lists all source pages of the job. The last chunk, which ends at position N-2,
+    has a `tail_slot`, which its step fills too; it is None in all other chunks.
     """
 
     job: int
     first_token: int
     num_tokens: int
     page_indices: tuple[int, ...]
-    is_last: bool
     tail_slot: int | None
 
 

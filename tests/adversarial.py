@@ -32,7 +32,6 @@ from disagg.transfer.interface import (
     Ticket,
     TransferEngine,
     TransferError,
-    TransferFailed,
     WritesDone,
 )
 
@@ -63,8 +62,6 @@ class OpenTicket:
     unposted: int
     posted: int = 0
     outstanding: int = 0
-    failure: str | None = None
-    fate_unknown: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,9 +224,9 @@ class FakeTransfer(TransferEngine):
         self.next_ticket += 1
         if conn is None:
             return ticket.number
-        region = dst[0]
-        if region >= len(conn.ends[1 - end].regions):
+        if len(dst) != 1 or dst[0] >= len(conn.ends[1 - end].regions):
             raise TransferError(f"{dst!r} is no descriptor of this peer")
+        region = dst[0]
         if not conn.ends[1 - end].writable[region]:
             raise TransferError("this region of the peer is a source alone")
         target = conn.ends[1 - end].regions[region]
@@ -327,29 +324,15 @@ class FakeTransfer(TransferEngine):
         if ticket.unposted or ticket.outstanding or ticket.number not in self.tickets:
             return
         del self.tickets[ticket.number]
-        if ticket.failure is None:
-            self.events.append(WritesDone(ticket=ticket.number))
-        else:
-            posted = None if ticket.fate_unknown else ticket.posted
-            self.events.append(
-                TransferFailed(ticket=ticket.number, why=ticket.failure, posted=posted)
-            )
+        self.events.append(WritesDone(ticket=ticket.number))
 
-    def fail_write(self, *, posted: bool) -> None:
-        """One write fails, on the medium or before it; the rest of its ticket is not posted."""
-        writes = self.in_flight if posted else self.unposted
-        if not writes or self.stopped:
+    def fail_write(self) -> None:
+        """A posted write never lands, and with it the connection ends, as on every medium."""
+        if not self.in_flight or self.stopped:
             return
-        ticket = self.network.rng.choice(writes).ticket
-        victims = [write for write in writes if write.ticket is ticket][:1] if posted else []
-        for write in victims:
-            self.in_flight.remove(write)
-            ticket.outstanding -= 1
-            ticket.fate_unknown = True
-        self.unposted = [write for write in self.unposted if write.ticket is not ticket]
-        ticket.unposted = 0
-        ticket.failure = "remote access error"
-        self._settle(ticket)
+        write = self.network.rng.choice(self.in_flight)
+        self.in_flight.remove(write)
+        self.network.lose(write.conn, write.conn.ends.index(self), "remote access error")
 
     def end_writes(self, conn: Connection) -> None:
         """Each write of a lost connection lands now or never, and its tickets end unheard."""

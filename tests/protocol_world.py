@@ -277,7 +277,6 @@ class PrefillNode:
                     first_token=job.done,
                     num_tokens=size,
                     page_indices=job.pages,
-                    is_last=is_last,
                     tail_slot=job.slot if is_last else None,
                 )
             )
@@ -294,7 +293,7 @@ class PrefillNode:
                     page = chunk.page_indices[position // PAGE_SIZE]
                     value = kv_byte(tokens, self.layer, position)
                     self.storage.page(self.layer, page)[:, position % PAGE_SIZE] = value
-            elif chunk.is_last:
+            elif chunk.tail_slot is not None:
                 slot = self.storage.slot(chunk.tail_slot)
                 slot[24:32] = hidden_bytes(tokens)
                 slot[16:24] = np.array([self.clock() * 1e9], np.uint64).view(np.uint8)
@@ -555,8 +554,8 @@ class World:
         if alive:
             self.network.lose(self.rng.choice(alive), self.rng.randrange(2), "cut")
 
-    def fail_write(self, index: int, *, posted: bool) -> None:
-        self.prefill_nodes[index].transfer.fail_write(posted=posted)
+    def fail_write(self, index: int) -> None:
+        self.prefill_nodes[index].transfer.fail_write()
 
     def reject_write(self, index: int) -> None:
         self.prefill_nodes[index].transfer.reject_after = self.rng.randrange(4)
@@ -606,14 +605,14 @@ class World:
             self.decode_node.finish_one()
         if not wake:
             return
-        assert self.decode_node.messenger.num_open_attempts == 0, "attempts left open"
+        assert len(self.decode_node.messenger._attempts) == 0, "attempts left open"
         assert self.decode_node.storage.balanced, (
             f"decoder pages {self.decode_node.storage.page_owner} left in use"
         )
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
-                assert node.messenger.num_open_attempts == 0, "attempts left open"
+                assert len(node.messenger._writer) == 0, "attempts left open"
                 assert node.storage.balanced, (
                     f"prefiller pages {node.storage.page_owner} left in use"
                 )

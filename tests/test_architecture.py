@@ -77,7 +77,6 @@ TESTED_IN = {
     "disagg.messenger.node_memory": "test_protocol",
     "disagg.messenger.prefiller": "test_protocol",
     "disagg.messenger.prefillers": "test_protocol",
-    "disagg.messenger.sharding": "test_protocol",
     "disagg.serve.child_prefiller": "test_scripts",
     "disagg.serve.answer": "test_stop_strings",
     "disagg.serve.options": "test_scripts",

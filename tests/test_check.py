@@ -10,7 +10,7 @@ import pytest
 
 from disagg.messenger import admission, messages
 from disagg.messenger import prefiller as prefiller_module
-from disagg.messenger.admission import probe_problem
+from disagg.messenger.admission import check_probe
 from disagg.messenger.node_memory import probe_pattern
 from disagg.serve import check as check_module
 from disagg.serve.check import check
@@ -206,14 +206,13 @@ def test_bytes_that_changed_on_the_way_are_seen(look, model):
 
 def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypatch):
     def write_first(probe, scratch_bytes):
-        why = probe_problem(probe, scratch_bytes)
         if probe.page_bytes > scratch_bytes:
             ((peer, link),) = started._messenger._links.items()
             scratch = started._messenger._memory.scratch_region
             write(started._transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
-        return why
+        check_probe(probe, scratch_bytes)
 
-    monkeypatch.setattr(prefiller_module, "probe_problem", write_first)
+    monkeypatch.setattr(prefiller_module, "check_probe", write_first)
     with node(model) as started:
         assert "64 bytes are wrong although all writes were" in failure(look(started.address))
 
@@ -317,7 +316,7 @@ def hello(role):
         num_pages=1,
         num_tail_slots=1,
         max_prompt_tokens=9,
-        kv_regions=(b"",),
+        kv_region=b"",
         tail_region=b"",
     )
 
@@ -355,7 +354,7 @@ REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True
     ("answers", "why"),
     [
         ([messages.encode(hello("decoder"))], "expected a prefiller, got Hello("),
-        ([b"\x63" + OURS[1:]], "protocol_version: ours 2, theirs 99; run one release on both"),
+        ([b"\x63" + OURS[1:]], "protocol_version: ours 3, theirs 99; run one release on both"),
         (
             [messages.encode(messages.Goodbye(why="closing"))],
             "expected a prefiller, got Goodbye(why='closing')",

@@ -136,7 +136,7 @@ class Messenger:
     def on_step_scheduled(self, base, chunks) -> None:
         assert base == self.prefiller.runner.counter.read()
         self.steps.append((base, tuple(chunks)))
-        self.finished_jobs += [chunk for chunk in chunks if chunk.is_last]
+        self.finished_jobs += [chunk for chunk in chunks if chunk.tail_slot is not None]
 
     def on_fetch(self, fetch) -> None:
         assert fetch.attempt not in self.fetches
@@ -330,7 +330,7 @@ def test_chunks_are_announced_before_the_step_with_the_counter_at_its_start():
         (7, 3, 3),
         (7, 6, 2),
     ]
-    assert [c.is_last for c in chunks] == [False, False, True]
+    assert [c.tail_slot is not None for c in chunks] == [False, False, True]
     assert [c.tail_slot is None for c in chunks] == [True, True, False]
     assert {c.page_indices for c in chunks} == {chunks[0].page_indices}
     assert len(chunks[0].page_indices) == 2

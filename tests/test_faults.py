@@ -134,7 +134,7 @@ def test_cancel_while_queued(model, oracle, times):
             first = ask(nodes.decoder, others, MAX_TOKENS)
             gate.wait_for_arrival()
             queued = ask(nodes.decoder, PROMPT, MAX_TOKENS)
-            wait_until(lambda: nodes.prefiller._messenger.num_open_attempts == 2)
+            wait_until(lambda: len(nodes.prefiller._messenger._writer) == 2)
             queued.cancel()
             assert is_cancelled(queued)
             gate.open()
@@ -435,7 +435,7 @@ def record_places(nodes):
     on_fetch = nodes.decoder._messenger.on_fetch
 
     def step(base, chunks):
-        if chunks[0].is_last:
+        if chunks[0].tail_slot is not None:
             places["sent"] = chunks[0].page_indices, chunks[0].tail_slot
         on_step(base, chunks)
 
@@ -484,10 +484,10 @@ def test_a_mismatch_is_refused_at_connect(model, oracle, tmp_path):
     with HeldNode(node_config(model, listen=("127.0.0.1", 0))) as prefiller:
         before = balance_of(prefiller)
         for folder, settings, why in (
-            (model, {"dtype": "bfloat16"}, "dtype differs: ours bfloat16, theirs float32"),
-            (model, {"page_size": 8}, "page_size differs: ours 8, theirs 4"),
-            (model, {"kv_layout": "NHD"}, "kv_layout differs: ours NHD, theirs HND"),
-            (other, {}, "model_fingerprint differs: ours [0-9a-f]{32}, theirs [0-9a-f]{32}"),
+            (model, {"dtype": "bfloat16"}, "dtype differs: prefiller float32, decoder bfloat16"),
+            (model, {"page_size": 8}, "page_size differs: prefiller 4, decoder 8"),
+            (model, {"kv_layout": "NHD"}, "kv_layout differs: prefiller HND, decoder NHD"),
+            (other, {}, "fingerprint differs: prefiller [0-9a-f]{32}, decoder [0-9a-f]{32}"),
             (deeper, {}, "model_fingerprint differs"),
         ):
             config = node_config(folder, prefillers=(prefiller.address,), **settings)

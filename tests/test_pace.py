@@ -7,8 +7,8 @@ from disagg.messenger.pace import MIN_PAUSE, SHARE_PASSED, Pace
 
 def looks_and_delays(layer_seconds, num_layers=30):
     """Of one step: looks after the first layer, and how late each layer was seen."""
-    pace, now, counter, looks, delays = Pace(), 50.0, 7, 0, []
-    pace.start(counter, now)
+    now, counter, looks, delays = 50.0, 7, 0, []
+    pace = Pace(counter, now)
     ends = [now + sum(layer_seconds[: n + 1]) for n in range(num_layers)]
     while counter < 7 + num_layers:
         now += pace.pause(counter, now, layer_runs=True)
@@ -32,23 +32,18 @@ def test_a_layer_quicker_than_the_one_before_is_seen_within_that_ones_time():
     assert max(delays[-10:]) <= 0.001
 
 
-def test_a_new_step_expects_nothing_of_the_one_before():
-    pace = Pace()
-    pace.start(0, 0.0)
-    pace.pause(1, 1.0, layer_runs=True)
-    assert pace.pause(1, 1.0, layer_runs=True) == 0.8
-    pace.start(1, 9.0)
+def test_the_first_layer_is_awaited_by_short_pauses_that_grow():
+    pace = Pace(1, 9.0)
     assert pace.pause(1, 9.0, layer_runs=True) == MIN_PAUSE
+    assert pace.pause(1, 10.0, layer_runs=True) == SHARE_PASSED
 
 
 def test_the_end_of_a_step_is_near():
-    pace = Pace()
-    pace.start(0, 0.0)
+    pace = Pace(0, 0.0)
     assert pace.pause(1, 1.0, layer_runs=True) == 0.8
     assert pace.pause(1, 1.0, layer_runs=False) == MIN_PAUSE
 
 
 def test_layers_seen_at_once_share_the_time():
-    pace = Pace()
-    pace.start(0, 0.0)
+    pace = Pace(0, 0.0)
     assert pace.pause(4, 1.0, layer_runs=True) == 0.2

@@ -56,17 +56,12 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.world.cancel(self.world.clients[pick % len(self.world.clients)])
 
     @rule(
-        fault=st.sampled_from(["stop", "wake", "kill", "restart", "reject_write"]),
+        fault=st.sampled_from(["stop", "wake", "kill", "restart", "reject_write", "fail_write"]),
         pick=st.integers(0, 1),
     )
     @precondition(started)
     def fault(self, fault: str, pick: int) -> None:
         getattr(self.world, fault)(pick % len(self.world.prefill_nodes))
-
-    @rule(posted=st.booleans(), pick=st.integers(0, 1))
-    @precondition(started)
-    def fail_write(self, posted: bool, pick: int) -> None:
-        self.world.fail_write(pick % len(self.world.prefill_nodes), posted=posted)
 
     @rule()
     @precondition(started)

@@ -267,7 +267,6 @@ def _chunks(step: Step) -> list[hooks.PrefillChunk]:
             first_token=span.first_token,
             num_tokens=len(span.token_ids),
             page_indices=sequence.page_indices,
-            is_last=span.tail_slot is not None,
             tail_slot=span.tail_slot,
         )
         for sequence, span in step

@@ -8,30 +8,29 @@ from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for
 from disagg.messenger import messages
-from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
-from disagg.messenger.sharding import Slice, expected_count
-from disagg.transfer.interface import MAX_IMM
+from disagg.messenger.messages import Hello, Identity, Role, expected_count
+from disagg.transfer.interface import TransferError
 
-#: Most pages a probe may ask for, and most bytes.
+#: Most pages a probe may ask for.
 MAX_PROBE_PAGES = 65536
-MAX_PROBE_BYTES = 1 << 30
 
 
-def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> HelloRefused | None:
-    """Why this pair cannot work, or None. A ProtocolError if their Hello contradicts itself."""
+def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | None:
+    """Why this pair cannot work, or None. The text is for people on both sides."""
     if theirs.role not in accepts:
-        wanted = f"{ours.role} for a {' or a '.join(accepts)}"
-        return HelloRefused(field="role", ours=wanted, theirs=theirs.role)
+        return f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
     if theirs.role == Role.PROBE:
         return None
-    if ours.identity is None or theirs.identity is None:
-        raise ProtocolError(f"a {theirs.role} says which model it holds; got a Hello without")
-    if len(theirs.kv_regions) != theirs.identity.tp or theirs.num_pages < 1:
-        raise ProtocolError(
-            f"a Hello of tp {theirs.identity.tp} with {len(theirs.kv_regions)} regions of"
-            f" {theirs.num_pages} pages"
-        )
-    return messages.first_difference(ours.identity, theirs.identity)
+    if theirs.identity is None:
+        return f"a {theirs.role} says which model it holds; got a Hello without"
+    for field in Identity.__struct_fields__:
+        mine, other = getattr(ours.identity, field), getattr(theirs.identity, field)
+        if mine != other:
+            return (
+                f"{field} differs: {ours.role} {mine}, {theirs.role} {other};"
+                " start both nodes with the same model and flags"
+            )
+    return None
 
 
 def fits(prefiller: Hello, num_tokens: int) -> str | None:
@@ -52,46 +51,31 @@ def fits(prefiller: Hello, num_tokens: int) -> str | None:
     return None
 
 
-def request_problem(
-    request: messages.PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
-) -> str | None:
+def request_problem(request: messages.PrefillRequest, *, ours: Hello, theirs: Hello) -> str | None:
     """Why this request can never be served, or None."""
     assert ours.identity is not None, "a prefiller knows its model"
     num_tokens, pages = len(request.token_ids), request.page_indices
-    if num_tokens < 2:
-        return f"a prompt of {num_tokens} tokens leaves nothing to prefill; expected at least 2"
     too_long = fits(ours, num_tokens)
     if too_long is not None:
         return too_long
     num_pages = pages_for(num_tokens - 1, ours.identity.page_size)
     if len(pages) != num_pages or len(set(pages)) != num_pages:
         return f"expected {num_pages} different pages for {num_tokens} tokens, got {len(pages)}"
-    if not all(0 <= page < theirs.num_pages for page in pages):
-        return f"page indices must lie in 0..{theirs.num_pages - 1} as said in Hello"
-    if not 0 <= request.num_held_pages <= num_pages:
-        return f"num_held_pages must lie in 0..{num_pages}, got {request.num_held_pages}"
-    if not 0 <= request.tail_slot < theirs.num_tail_slots:
-        return f"tail_slot must lie in 0..{theirs.num_tail_slots - 1}, got {request.tail_slot}"
-    if request.destination_rank != 0:
-        return f"destination_rank must be 0, got {request.destination_rank}"
-    if not 0 < request.imm <= MAX_IMM:
-        return f"imm must lie in 1..{MAX_IMM}, got {request.imm}"
-    num_layers = ours.identity.num_layers
-    count = expected_count(slices, num_layers, num_pages - request.num_held_pages)
+    if max(pages) >= theirs.num_pages or request.tail_slot >= theirs.num_tail_slots:
+        return (
+            f"page indices must lie below {theirs.num_pages} and tail_slot below"
+            f" {theirs.num_tail_slots}, as said in Hello"
+        )
+    count = expected_count(ours.identity.num_layers, num_pages - request.num_held_pages)
     if count != request.expected_count:
         return f"expected_count {request.expected_count} is not the {count} writes there would be"
     return None
 
 
-def probe_problem(probe: messages.ProbeRequest, scratch_bytes: int) -> str | None:
-    """Why a probe's request is not served, or None."""
-    if not 0 < probe.page_bytes <= scratch_bytes:
-        return f"page_bytes must lie in 1..{scratch_bytes}, got {probe.page_bytes}"
-    limit = min(MAX_PROBE_PAGES, MAX_PROBE_BYTES // probe.page_bytes)
-    if not 0 < probe.num_pages <= limit:
-        return (
-            f"num_pages of {probe.page_bytes} bytes must lie in 1..{limit}, got {probe.num_pages}"
+def check_probe(probe: messages.ProbeRequest, scratch_bytes: int) -> None:
+    """TransferError if a probe's request is not served. Its region's end is the engine's to see."""
+    if not (0 < probe.page_bytes <= scratch_bytes and 0 < probe.num_pages <= MAX_PROBE_PAGES):
+        raise TransferError(
+            f"expected 1 to {MAX_PROBE_PAGES} pages of 1 to {scratch_bytes} bytes,"
+            f" got {probe.num_pages} of {probe.page_bytes}"
         )
-    if not 0 < probe.imm <= MAX_IMM:
-        return f"imm must lie in 1..{MAX_IMM}, got {probe.imm}"
-    return None

@@ -41,7 +41,6 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
-from disagg.messenger.sharding import expected_count
 from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -122,11 +121,6 @@ class DecoderMessenger(Messenger):
                 self._on_deadline(attempt)
         self._watch_silence()
 
-    @property
-    def num_open_attempts(self) -> int:
-        """Attempts whose pages are not the engine's again."""
-        return len(self._attempts)
-
     def _greeted(self) -> Collection[Peer]:
         return [prefiller.peer for prefiller in self._prefillers.ready()]
 
@@ -161,9 +155,8 @@ class DecoderMessenger(Messenger):
                 self._fail(attempt, chosen.why, permanent=chosen.permanent)
                 self._end(attempt)
             return
-        layout = self._memory.layout
         num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
-        count = expected_count(chosen.slices, layout.num_layers, num_sent_pages)
+        count = messages.expected_count(self._memory.layout.num_layers, num_sent_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
@@ -180,7 +173,6 @@ class DecoderMessenger(Messenger):
             tail_slot=fetch.tail_slot,
             imm=attempt.imm,
             expected_count=count,
-            destination_rank=0,
         )
         self._send(attempt.peer, request)
 
@@ -217,12 +209,7 @@ class DecoderMessenger(Messenger):
     def _on_message(self, peer: Peer, message: Message) -> None:
         match message:
             case Hello():
-                refused = self._prefillers.greet(peer, message)
-                if refused is not None:
-                    self._send(peer, refused)
-                    self._close_peer(peer, f"refused: {refused.text(received=False)}")
-            case messages.HelloRefused():
-                self._close_peer(peer, f"refused: {message.text(received=True)}")
+                self._prefillers.greet(peer, message)
             case messages.Goodbye():
                 super()._on_message(peer, message)
             case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
@@ -239,8 +226,6 @@ class DecoderMessenger(Messenger):
         ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
         if attempt is None or not ours or attempt.peer != peer:
             return  # it ended before the answer came
-        if attempt.state is AttemptState.FENCING:
-            return
         match message:
             case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:
                 raise ProtocolError(f"rejected after it was posted for: {message.why}")
@@ -251,16 +236,10 @@ class DecoderMessenger(Messenger):
                 self._fail(attempt, message.why)
                 self._drain(attempt, message.posted)
             case messages.CancelAck() if attempt.state is AttemptState.CANCELLING:
-                if message.finished:
-                    attempt.move(AttemptState.DRAINING)
-                else:
-                    self._drain(attempt, message.posted)
+                self._drain(attempt, attempt.count if message.posted is None else message.posted)
 
-    def _drain(self, attempt: Attempt, posted: int | None) -> None:
+    def _drain(self, attempt: Attempt, posted: int) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
-        if posted is None:
-            self._close_peer(attempt.peer, "a posted write failed: its fate is unknown")
-            return
         if posted > attempt.count:
             raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
         if attempt.state is not AttemptState.DRAINING:
@@ -273,14 +252,11 @@ class DecoderMessenger(Messenger):
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
         if attempt.wanted:
-            assert attempt.prefiller is not None, "counted what nobody was asked for"
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
             if found == self._attempt_id(attempt):
-                attempt.prefiller.num_failures = 0
-                self._post(KVReady(attempt=attempt.fetch.attempt, transfer=self._moved(attempt)))
-                attempt.wanted = False
-                self._end(attempt, released=False)
+                moved = self._moved(attempt)
+                self._end(attempt, KVReady(attempt=attempt.fetch.attempt, transfer=moved))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
@@ -288,8 +264,8 @@ class DecoderMessenger(Messenger):
     def _moved(self, attempt: Attempt) -> TransferStats:
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
-        fetch, layout, lag = attempt.fetch, self._memory.layout, attempt.prefiller.clock_lag
-        num_pages = layout.num_layers * (len(fetch.page_indices) - fetch.num_held_pages)
+        attempt.prefiller.num_failures = 0
+        fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         exposed = span = None
         if lag is not None:
             words = self._memory.tail_words(fetch.tail_slot).tolist()
@@ -301,7 +277,8 @@ class DecoderMessenger(Messenger):
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=num_pages * layout.page_bytes + self._memory.tail.slot_bytes,
+            bytes=(attempt.count - 1) * self._memory.layout.page_bytes
+            + self._memory.tail.slot_bytes,
             retries=fetch.retries,
             exposed=exposed,
             span=span,
@@ -337,13 +314,12 @@ class DecoderMessenger(Messenger):
             return NextStep.RETRY if again else NextStep.LOCAL
         return NextStep(self._config.on_failure)
 
-    def _end(self, attempt: Attempt, *, released: bool = True) -> None:
-        """Nothing can land any more: the pages are the request's (KVReady) or free."""
+    def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
+        """Nothing can land any more: the pages are the request's (`ready`) or free."""
         attempt.move(AttemptState.GONE)
         del self._attempts[attempt.fetch.attempt]
         if attempt.prefiller is not None:
             self._transfer.forget(attempt.imm)
             if attempt.prefiller.peer == attempt.peer:  # else its count began anew
                 attempt.prefiller.num_attempts -= 1
-        if released:
-            self._post(KVReleased(attempt=attempt.fetch.attempt))
+        self._post(ready or KVReleased(attempt=attempt.fetch.attempt))

@@ -2,7 +2,7 @@
 
     decoder                                        prefiller
       Hello ------------------------------------------->  compare
-      <------------------- Hello, or HelloRefused(field)
+      <---------------------- Hello, or Goodbye(why)
       PrefillRequest(id, pages, imm, count) -- ------>  queue, compute
       <============ one-sided writes, each with imm =====
       <-- nothing more; or PrefillRejected, PrefillFailed
@@ -11,8 +11,7 @@
       Heartbeat <-------------------------------------->  Heartbeat
 
 `posted` is how many writes of the attempt were ever handed to the medium, each of which the decoder
-will count; None if a posted write failed or its fate is unknown. What each side does with a message
-is in `prefiller.py` and `decoder.py`.
+will count. What each side does with a message is in `prefiller.py` and `decoder.py`.
 """
 
 import enum
@@ -21,11 +20,12 @@ from typing import Annotated
 import msgspec
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+PositiveU32 = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -63,9 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message in each direction: who I am and where I may be written to.
 
-    `epoch` is random per process. `kv_regions` holds one transfer descriptor per rank and
-    `tail_region` one for the tail slots; a probe has `identity` None and its scratch as tail
-    region. `max_prompt_tokens` is the longest prompt the sender's model may see.
+    `epoch` is random per process. `kv_region` and `tail_region` are transfer descriptors; a probe
+    has `identity` None, no KV region and its scratch as tail region. `max_prompt_tokens` is the
+    longest prompt the sender's model may see.
     """
 
     epoch: U64
@@ -74,24 +74,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: U32
     num_tail_slots: U32
     max_prompt_tokens: U32
-    kv_regions: tuple[bytes, ...]
+    kv_region: bytes
     tail_region: bytes
-
-
-class HelloRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The pair cannot work: the field that differs and both values, seen from the sender."""
-
-    field: str
-    ours: str
-    theirs: str
-
-    def text(self, *, received: bool) -> str:
-        """For people on the receiving or on the sending node."""
-        ours, theirs = (self.theirs, self.ours) if received else (self.ours, self.theirs)
-        return (
-            f"{self.field} differs: ours {ours}, theirs {theirs};"
-            " start both nodes with the same model and flags"
-        )
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,17 +83,21 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `page_indices` are the decoder's `ceil((N-1) / page_size)` pages, of which the first
     `num_held_pages` need not be sent. Every write carries `imm`; the decoder waits for
-    `expected_count` of them. `destination_rank` is the decoder's data-parallel rank.
+    `expected_count` of them.
     """
 
     attempt_id: U64
-    token_ids: tuple[U32, ...]
+    token_ids: Annotated[tuple[U32, ...], msgspec.Meta(min_length=2)]
     page_indices: tuple[U32, ...]
     num_held_pages: U32
     tail_slot: U32
-    imm: U32
-    expected_count: U32
-    destination_rank: U32
+    imm: PositiveU32
+    expected_count: PositiveU32
+
+
+def expected_count(num_layers: int, num_sent_pages: int) -> int:
+    """Immediates of an attempt: each sent page of each layer is one write, and so is the tail."""
+    return num_layers * num_sent_pages + 1
 
 
 class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -125,7 +113,7 @@ class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     attempt_id: U64
     why: str
-    posted: U32 | None
+    posted: U32
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -137,13 +125,12 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class CancelAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answer to Cancel, after posting has stopped.
 
-    `finished`: this attempt is over here; all `expected_count` were posted, unless its end was told
-    in a message before this one.
+    `posted` None: this attempt is over here; all `expected_count` were posted, unless its end was
+    told in a message before this one.
     """
 
     attempt_id: U64
     posted: U32 | None
-    finished: bool
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -156,7 +143,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """I am leaving in good order."""
+    """I am leaving in good order, or this pair cannot work."""
 
     why: str
 
@@ -167,14 +154,12 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     attempt_id: U64
     page_bytes: U32
     num_pages: U32
-    imm: U32
+    imm: PositiveU32
 
 
 #: What a prefiller says of one attempt.
 Answer = PrefillRejected | PrefillFailed | CancelAck
-Message = (
-    Hello | HelloRefused | PrefillRequest | Answer | Cancel | Heartbeat | Goodbye | ProbeRequest
-)
+Message = Hello | PrefillRequest | Answer | Cancel | Heartbeat | Goodbye | ProbeRequest
 
 
 def encode(message: Message) -> bytes:
@@ -195,12 +180,3 @@ def decode(data: bytes) -> Message:
     # ValueError: some releases of msgspec let a str that is not UTF-8 through as it is.
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message of {len(data)} bytes: {error}") from error
-
-
-def first_difference(ours: Identity, theirs: Identity) -> HelloRefused | None:
-    """The first field of two identities that differs, or None."""
-    for field in Identity.__struct_fields__:
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            return HelloRefused(field=field, ours=str(mine), theirs=str(other))
-    return None

@@ -43,7 +43,7 @@ class NodeMemory:
             num_pages=self.layout.num_pages,
             num_tail_slots=self.tail.num_slots,
             max_prompt_tokens=max_prompt_tokens,
-            kv_regions=(self.kv_region.descriptor,),
+            kv_region=self.kv_region.descriptor,
             tail_region=self.tail_region.descriptor,
         )
 

@@ -16,16 +16,11 @@ SHARE_LEFT, SHARE_PASSED = 0.8, 1 / 16
 
 
 class Pace:
-    """All times are seconds on one clock, passed in."""
+    """Of one step, which starts at `counter` and `now`. Times: seconds on one clock, passed in."""
 
-    def __init__(self) -> None:
-        self._counter = 0
-        self._moved_at = 0.0
-        self._layer_seconds = 0.0
-
-    def start(self, counter: int, now: float) -> None:
-        """A step begins: how long its layers take is not known."""
-        self._counter, self._moved_at, self._layer_seconds = counter, now, 0.0
+    def __init__(self, counter: int, now: float) -> None:
+        self._counter, self._moved_at = counter, now
+        self._layer_seconds = 0.0  # not known
 
     def pause(self, counter: int, now: float, *, layer_runs: bool) -> float:
         """Until the next look. Without `layer_runs` only the step's end is to come, soon."""

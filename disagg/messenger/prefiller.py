@@ -13,7 +13,6 @@ connect and what may be asked. One thread makes every call but `on_step_schedule
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -21,12 +20,11 @@ import numpy as np
 
 from disagg.hooks import PrefillChunk, StartPrefill
 from disagg.messenger import messages
-from disagg.messenger.admission import probe_problem, refusal, request_problem
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link, Step, WritesEnded
+from disagg.messenger.admission import check_probe, refusal, request_problem
+from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
-from disagg.messenger.sharding import plan_slices
-from disagg.transfer.interface import Peer, PeerLost, TransferError
+from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +34,29 @@ class PrefillerMessenger(Messenger):
 
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
-        self._writer = LayerWriter(wiring, read_counter, on_failed=self._on_attempt_failed)
+        self._writer = LayerWriter(wiring, read_counter)
         self._links: dict[Peer, Link] = {}
-        self._inbox: deque[Step] = deque()
         self._next_job = 1
 
     # --- From the engine, any thread ---
 
     def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
-        self._inbox.append(Step(base=base, chunks=chunks))
+        self._writer.add_step(base, chunks)
         self._transfer.wake()
 
     # --- The loop ---
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
-        while self._inbox:
-            self._writer.add_step(self._inbox.popleft())
         timeout = min(timeout, self._config.heartbeat_interval / 2, self._writer.pause)
         events = self._transfer.poll(timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
-        self._writer.settle(event for event in events if isinstance(event, WritesEnded))
+        self._writer.settle(event for event in events if isinstance(event, WritesDone))
         for event in events:
             self._on_event(event)
         self._writer.post_finished_layers()
         self._watch_silence()
-
-    @property
-    def num_open_attempts(self) -> int:
-        """Attempts that still hold source pages."""
-        return len(self._writer)
 
     def _greeted(self) -> Collection[Peer]:
         return self._links
@@ -95,15 +85,14 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError("a second Hello on one connection")
         refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         if refused is not None:
-            logger.warning("refused a %s: %s", hello.role, refused.text(received=False))
-            self._send(peer, refused)
+            logger.warning("refused a %s: %s", hello.role, refused)
+            self._send(peer, messages.Goodbye(why=refused))  # it hangs up, or is silent
             return
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
         layout = replace(self._memory.layout, num_pages=hello.num_pages)
-        slices = plan_slices([self._memory.layout], [layout])
-        self._links[peer] = Link(peer=peer, hello=hello, layout=layout, slices=slices)
+        self._links[peer] = Link(peer=peer, hello=hello, layout=layout)
         self._send(peer, self._hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
@@ -112,7 +101,7 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        why = request_problem(request, ours=self._hello, theirs=link.hello, slices=link.slices)
+        why = request_problem(request, ours=self._hello, theirs=link.hello)
         permanent = why is not None
         if why is None and len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"
@@ -131,34 +120,22 @@ class PrefillerMessenger(Messenger):
     def _on_cancel(self, peer: Peer, link: Link, cancel: messages.Cancel) -> None:
         attempt = link.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        posted, finished = None, True
+        posted = None
         if attempt is not None:
-            self._writer.stop(attempt)
-            posted, finished = attempt.posted, False
-        ack = messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted, finished=finished)
-        self._send(peer, ack)
+            posted = self._writer.stop(attempt)
+        self._send(peer, messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted))
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region
-        why = probe_problem(probe, scratch.memory.nbytes)
-        if why is None:
+        try:
+            check_probe(probe, scratch.memory.nbytes)
+            there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
             pages = np.arange(probe.num_pages, dtype=np.int64)
-            sources = pages % (scratch.memory.nbytes // probe.page_bytes) * probe.page_bytes
-            try:
-                there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
-                destinations = pages * nbytes
-                self._transfer.write_pages(peer, scratch, there, nbytes, sources, destinations, imm)
-            except TransferError as error:
-                why = str(error)
-        if why is not None:
-            self._send(peer, PrefillRejected(attempt_id=probe.attempt_id, permanent=True, why=why))
-
-    def _on_attempt_failed(self, attempt: Attempt, why: str) -> None:
-        """Rule 6: a write that will not come becomes a message, or the decoder waits in vain."""
-        attempt_id = attempt.request.attempt_id
-        logger.warning("attempt %#x failed: %s", attempt_id, why)
-        failed = messages.PrefillFailed(attempt_id=attempt_id, why=why, posted=attempt.posted)
-        self._send(attempt.link.peer, failed)
+            src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
+            self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
+        except TransferError as error:
+            attempt_id, why = probe.attempt_id, str(error)
+            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=True, why=why))
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)

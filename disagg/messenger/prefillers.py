@@ -6,12 +6,11 @@ DOWN --connect--> GREETING --Hello fits--> READY
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from disagg.messenger.admission import fits, refusal
-from disagg.messenger.messages import Hello, HelloRefused, ProtocolError, Role
+from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
-from disagg.messenger.sharding import Slice, plan_slices
 from disagg.transfer.interface import Peer
 
 Address = tuple[str, int]
@@ -34,7 +33,6 @@ class Prefiller:
     address: Address
     peer: Peer = 0
     hello: Hello | None = None
-    slices: tuple[Slice, ...] = ()
     retry_at: float = 0.0
     num_attempts: int = 0
     num_failures: int = 0
@@ -93,24 +91,20 @@ class Prefillers:
             return NoPrefiller(why=next(filter(None, problems)), permanent=everyone)
         return min(able, key=lambda p: (p.num_failures, p.num_attempts))
 
-    def greet(self, peer: Peer, hello: Hello) -> HelloRefused | None:
-        """A prefiller answered with its Hello: READY, or why the pair cannot work."""
+    def greet(self, peer: Peer, hello: Hello) -> None:
+        """A prefiller answered with its Hello: READY, or a ProtocolError if it cannot be."""
         prefiller = self._by_peer(peer)
         if prefiller is None or prefiller.hello is not None:
             raise ProtocolError("a Hello that nobody waits for")
         refused = refusal(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
-            return refused
+            raise ProtocolError(refused)
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
             prefiller.retired = True
             raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
-        prefiller.epoch, prefiller.delay = hello.epoch, 0.0
-        layout = self._wiring.memory.layout
-        prefiller.slices = plan_slices([replace(layout, num_pages=hello.num_pages)], [layout])
-        prefiller.hello = hello
+        prefiller.epoch, prefiller.delay, prefiller.hello = hello.epoch, 0.0, hello
         self._on_link(prefiller.address, True, "ready")
-        return None
 
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
         """A prefiller has said what its clock showed."""

@@ -121,7 +121,7 @@ class _Probe:
             num_pages=0,
             num_tail_slots=0,
             max_prompt_tokens=0,
-            kv_regions=(),
+            kv_region=b"",
             tail_region=self._descriptor,
         )
         self._engine.send(self._peer, messages.encode(hello))

@@ -66,20 +66,6 @@ class WritesDone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferFailed:
-    """Some write of the ticket failed, and none of it is outstanding any more.
-
-    `posted` counts the writes of the ticket that were handed to the medium, each of which will be
-    counted by the peer; None if one of them failed or its fate is unknown. For hardware that fails
-    single writes (and `tests/adversarial.py`): the media here end the connection instead.
-    """
-
-    ticket: Ticket
-    why: str
-    posted: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ImmReached:
     """As many writes with this immediate as expected have arrived; said once per `expect`."""
 
@@ -113,7 +99,7 @@ class PeerFenced:
     peer: Peer
 
 
-Event = WritesDone | TransferFailed | ImmReached | MessageReceived | PeerLost | PeerFenced
+Event = WritesDone | ImmReached | MessageReceived | PeerLost | PeerFenced
 
 
 class TransferEngine(Protocol):
@@ -177,8 +163,7 @@ class TransferEngine(Protocol):
 
         The tickets are open: no `poll` has returned their end yet. Returns how many of their writes
         were posted, each of which the peer will count (None if that is unknown). Every ticket still
-        ends with its one event from a later `poll`, when none of its writes is outstanding:
-        `WritesDone`, unless a posted one failed.
+        ends with its `WritesDone` from a later `poll`, when none of its writes is outstanding.
         """
 
     def poll(self, timeout: float) -> list[Event]:
