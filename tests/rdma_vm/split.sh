@@ -15,6 +15,8 @@ if [[ $NODE == 1 ]]; then
     wait $prefiller
     [[ $? == 143 ]] # as the README says of SIGTERM
 else
+    # Files come slowly here: read them while the prefiller does, which loads meanwhile.
+    python -c "import disagg.serve.commands"
     until (exec 3<>/dev/tcp/10.99.0.1/7400) 2>/dev/null; do sleep 1; done
     python run_decode.py --check 10.99.0.1:7400 --transport verbs || exit
     python run_decode.py "${flags[@]}" --prefill 10.99.0.1:7400 --on-failure fail \
