@@ -203,11 +203,12 @@ def test_cancel_while_decoding(model, oracle):
     with pair(model) as nodes:
         for count in range(1, 20):
             handle = ask(nodes.decoder, PROMPT, 100)
-            tokens = tuple(itertools.islice(handle, count))
+            while len(handle._token_ids) < count:
+                handle.wait(DEADLINE_SECONDS)
             handle.cancel()
             done = handle.result(DEADLINE_SECONDS)
             assert done.finish_reason is FinishReason.CANCELLED
-            assert tokens == oracle(PROMPT, 100)[:count]
+            assert len(done.token_ids) >= count
             assert done.token_ids == oracle(PROMPT, 100)[: len(done.token_ids)]
             nodes.wait_for_balance()
 

@@ -328,10 +328,16 @@ def test_a_prefiller_that_refuses_names_the_field_and_lives_on(
         ((f"--model={other}", *MODE), "model_fingerprint"),
         (
             (f"--model={model}", "--page-size=4", "--dtype=bfloat16"),
-            "dtype differs: ours bfloat16, theirs float32",
+            "dtype differs: prefiller float32, decoder bfloat16",
         ),
-        ((f"--model={model}", "--dtype=float32", "--page-size=8"), "page_size differs: ours 8"),
-        ((f"--model={model}", *MODE, "--kv-layout=NHD"), "kv_layout differs: ours NHD, theirs HND"),
+        (
+            (f"--model={model}", "--dtype=float32", "--page-size=8"),
+            "page_size differs: prefiller 4, decoder 8",
+        ),
+        (
+            (f"--model={model}", *MODE, "--kv-layout=NHD"),
+            "kv_layout differs: prefiller HND, decoder NHD",
+        ),
     ):
         outcome = run.fork("run_decode.py", *flags, where, "t3").wait(10.0)
         assert (outcome.code, outcome.stdout) == (2, "")

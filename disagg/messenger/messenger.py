@@ -53,7 +53,7 @@ class Messenger(ABC):
     def close(self, why: str) -> None:
         """Say goodbye to every greeted peer."""
         for peer in self._greeted():
-            self._send(peer, messages.Goodbye(why=why))
+            self._send(peer, messages.Goodbye(why=f"said goodbye: {why}"))
 
     @abstractmethod
     def _greeted(self) -> Collection[Peer]:
@@ -108,7 +108,7 @@ class Messenger(ABC):
         """What anybody may say; each half first looks for what only its peers say."""
         match message:
             case messages.Goodbye():
-                self._close_peer(peer, f"said goodbye: {message.why}")
+                self._close_peer(peer, message.why)
             case messages.Heartbeat():
                 pass
             case _:

@@ -20,9 +20,9 @@ import zipfile
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub import snapshot_download
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -120,18 +120,18 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     Weights are stored in bfloat16. transformers reads all of it; what differs from the tokenizer
     that the model was trained with is put right here.
     """
-    # Takes seconds to import, and is needed once.
-    from transformers import AutoModelForCausalLM
-
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModelForCausalLM.from_pretrained(
+    # Named in full: the package imports this class, which takes seconds, when it is asked for.
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.bfloat16
     )
     # The weights are plain by now; what is left of the quantisation only forbids to save them.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+        gguf_path.parent, gguf_file=gguf_path.name
+    )
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.backend_tokenizer.model.unk_token = None  # a byte without a token is left out
