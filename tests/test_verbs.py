@@ -269,7 +269,8 @@ def test_a_key_of_a_region_that_is_a_source_alone_is_never_given_away(world, sta
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (2, 1), (1, 2), (3, 2), (2, 4)])
 def test_pages_are_spread_over_all_nics_and_counted_once(world, start, fabric, ours, theirs):
-    left, right = start(ours, depths=Depths()), start(theirs, depths=Depths())
+    depths = Depths(send_chain=64)  # so two posts are needed if there are up to 3 queue pairs
+    left, right = start(ours, depths=depths), start(theirs, depths=depths)
     there, back = world.connect(left, right)
     lanes = lanes_of(left, there)
     assert len(lanes) == max(ours, theirs)
@@ -367,7 +368,7 @@ def test_a_completion_ends_the_wait(world, start, fabric):
 
 
 def test_more_completions_than_one_look_takes_do_not_wait(world, start, fabric):
-    count = 2 * POLL_COMPLETIONS + 7
+    count = 3 * POLL_COMPLETIONS + 7  # one `poll` looks twice
     left, right = (start(depths=Depths(sends=4096, send_chain=4096)) for _ in range(2))
     there, back = world.connect(left, right)
     right.engine.expect(back, 1, count)
@@ -429,6 +430,7 @@ def test_an_error_is_told_once_with_its_first_cause_and_whose_write(world, start
     )
     assert "the peer's is" in why(left)
     assert "check" not in why(left)
+    assert why(right).startswith("a receive failed: WR flush error; queue pair")
     assert failed not in left.ended
     assert right.reached == []
 
@@ -479,7 +481,7 @@ def test_the_fence_waits_for_every_receive_to_come_back(world, start, fabric):
     fabric.holds_flushes = True
     looks = []
     for pair in pairs:
-        pair.poll = partial(flushed_late, pair, pair.poll, looks)
+        pair.poll = partial(flushed_late, pair, pairs, pair.poll, looks)
     right.engine.close_peer(back, "silent")
     right.poll()
     # Each was looked at until it had flushed, and not destroyed before.
@@ -488,9 +490,10 @@ def test_the_fence_waits_for_every_receive_to_come_back(world, start, fabric):
     assert [pair.state for pair in pairs] == ["closed", "closed"]
 
 
-def flushed_late(pair, poll, looks):
+def flushed_late(pair, pairs, poll, looks):
     """A `poll` whose fourth call in the error state is when the NIC has come so far."""
     if pair.state == "ERROR":
+        assert all(each.state in ("ERROR", "closed") for each in pairs), "all are stopped first"
         looks.append(pair)
         if looks.count(pair) == 4:
             pair.flush()
