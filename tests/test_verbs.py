@@ -6,6 +6,7 @@ What every transport must do stands in `test_transfer_conformance.py`; what pyve
 
 import contextlib
 import gc
+import logging
 import time
 from collections import Counter
 from functools import partial
@@ -132,7 +133,8 @@ def test_roce_and_infiniband_do_not_meet(world, start, fabric):
     assert "cannot meet: one is addressed by GID (RoCE), the other by LID" in why(left)
 
 
-def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, monkeypatch):
+def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, caplog):
+    caplog.set_level(logging.INFO)
     left, right = start(), start()
 
     def connect(*_):
@@ -148,8 +150,9 @@ def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, mon
     right.engine._media[0].nics[0].queue_pair = broken_pair
     left.engine.connect(*right.engine.listen("127.0.0.1", 0))
     world.run(lambda: left.of(PeerFenced))
-    # It is who was called that failed, and nobody there knows the peer yet.
+    # It is who was called that failed, and nobody there knows the peer yet: its log has the reason.
     assert "closed the connection" in why(left)
+    assert "a caller is gone: queue pair 5 cannot get ready to receive: no route" in caplog.text
 
 
 # --- Forged ---
@@ -593,7 +596,7 @@ def test_nothing_is_left_of_links_that_were_not_chosen_or_not_built(world, start
     left.engine.connect(*right.engine.listen("127.0.0.1", 0))
     world.run(lambda: left.of(PeerFenced))
     world.run(lambda: not fabric.queue_pairs)
-    assert "the path for writes did not come up within 0.1 s" in why(left)
+    assert "the path for writes did not come up within 0.1 s; check MTU and firewalls" in why(left)
 
 
 def silent(link, connection):
