@@ -19,6 +19,7 @@ import pytest
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.verbs_device import (
+    RDMA_WRITE_WITH_IMM,
     RECEIVE,
     SEND_SIGNALED,
     WC,
@@ -344,6 +345,7 @@ def test_sends_are_chained_each_with_its_element():
     here, there = requests.ctypes.data, elements.ctypes.data
     assert requests["next"].tolist() == [here + 128, here + 256, 0]
     assert requests["send_flags"].tolist() == [0, 0, SEND_SIGNALED]
+    assert (set(requests["num_sge"]), set(requests["opcode"])) == ({1}, {RDMA_WRITE_WITH_IMM})
     assert requests["sg_list"].tolist() == [there, there + 16, there + 32]
     assert requests.dtype.fields["rkey"][1] == 48
     assert WC.itemsize == 48
