@@ -204,6 +204,21 @@ def test_infiniband_is_opened_by_its_lid(monkeypatch, tmp_path):
     assert machine.opened == [("mlx5_0", 1, None)]
 
 
+def test_an_address_of_the_own_link_is_used_only_if_somebody_asks(monkeypatch, tmp_path, caplog):
+    """A cable between two NICs works; two hosts that chose by themselves would not meet."""
+    caplog.set_level(logging.INFO)
+    tree = sysfs_trees.Tree(tmp_path, "0-3")
+    port = sysfs_trees.PortRow(gids=[(sysfs_trees.LINK_LOCAL, sysfs_trees.V2, "eth0")])
+    tree.nic("mlx5_0", tree.pci("pci0000:17/0000:17:01.0", 0), port)
+    machine = FakeMachine(monkeypatch, tmp_path)
+    assert open_nics("auto", RdmaFlags())[0] == machine.opened == []
+    assert "no RDMA: cpu -> mlx5_0 port 1, GID 0 (RoCE v2, fe80:" in caplog.text
+    assert "not routable): all in use; give its interface an address" in caplog.text
+    open_nics("verbs", RdmaFlags())
+    open_nics("auto", RdmaFlags(rdma_device="mlx5_0"))
+    assert machine.opened == [("mlx5_0", 1, 0)] * 2
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_other_transports_open_no_nics(machine, transport):
     assert open_nics(transport, RdmaFlags()) == ([], set(range(16)))
