@@ -16,6 +16,7 @@ from collections import Counter, deque
 
 import numpy as np
 
+from disagg.transfer import auto, topology, verbs_device
 from disagg.transfer.interface import TransferError
 from disagg.transfer.verbs_device import (
     POLL_COMPLETIONS,
@@ -270,6 +271,27 @@ class FakeQueuePair:
         if request["send_flags"] & SEND_SIGNALED:
             self.complete(wr_id, SUCCESS)
         return True
+
+
+class FakeMachine:
+    """A sysfs under `root` with 16 CPUs in place of this machine's, and NICs that open as fakes.
+
+    `opened`: name, port and GID index of each; `polled_on`: CPUs of each thread that chose some.
+    """
+
+    def __init__(self, monkeypatch, root):
+        self.fabric, self.opened, self.polled_on, self.broken = Fabric(), [], [], set()
+        monkeypatch.setattr(verbs_device, "MISSING", "")
+        monkeypatch.setattr(auto, "Nic", self.open)
+        monkeypatch.setattr(topology.Topology.__init__, "__defaults__", (root,))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: self.polled_on.append(cpus))
+
+    def open(self, name, port, gid_index):
+        if name in self.broken:
+            raise TransferError(f"cannot open RDMA device {name}")
+        self.opened.append((name, port, gid_index))
+        return self.fabric.nic(name=name, port=port, gid=gid_index is not None)
 
 
 def granted(fabric, key, nic, address, nbytes, *, written=False):

@@ -2,20 +2,23 @@
 
 import contextlib
 import itertools
+import logging
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from disagg.transfer import shm
-from disagg.transfer.auto import TRANSPORTS, make_engine
-from disagg.transfer.interface import PeerFenced, PeerLost
+from disagg.transfer import shm, verbs_device
+from disagg.transfer.auto import TRANSPORTS, make_engine, open_nics
+from disagg.transfer.interface import PeerFenced, PeerLost, TransferError
 from disagg.transfer.shm import ShmLink, host_identity
 from disagg.transfer.tcp import TcpLink
+from disagg.transfer.topology import RdmaFlags
 from disagg.transfer.verbs import VerbsLink
+from tests import sysfs_trees
 from tests.engines import auto_engine, write
-from tests.fake_verbs import Fabric
+from tests.fake_verbs import Fabric, FakeMachine
 from tests.test_transfer_conformance import Node, World
 
 
@@ -155,3 +158,119 @@ def test_every_transport_has_an_engine_and_no_other_name_has(transport):
         assert [medium.name for medium in engine._media] == wanted
     with pytest.raises(ValueError, match=r"expected one of auto, shm, verbs, tcp, got 'rdma'"):
         make_engine("rdma")
+
+
+# --- Which NICs are opened ---
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """8 NICs as fast as each other, a slower one and one that is down; 4 on each NUMA node."""
+    sysfs_trees.eight_to_eight(tmp_path)
+    return FakeMachine(monkeypatch, tmp_path)
+
+
+ALL = [(f"mlx5_{number}", 1, 3) for number in range(8)]
+NODE_0 = {0, 1, 2, 3, 8, 9, 10, 11}
+
+
+@pytest.mark.parametrize("transport", ["auto", "verbs"])
+@pytest.mark.parametrize(
+    ("flags", "opened", "cpus"),
+    [
+        ({}, ALL, NODE_0),
+        ({"rdma_device": "mlx5_8:1,mlx5_1"}, [("mlx5_1", 1, 3), ("mlx5_8", 1, 3)], NODE_0),
+        ({"rdma_device": "mlx5_6"}, [("mlx5_6", 1, 3)], set(range(16)) - NODE_0),
+        ({"gid_index": 1}, [(name, port, 1) for name, port, _ in ALL], NODE_0),
+        ({"nic_map": "cpu=mlx5_5"}, [("mlx5_5", 1, 3)], set(range(16)) - NODE_0),
+        ({"poll_cpu": 5}, ALL, {5}),
+    ],
+)
+def test_nics_are_opened_as_the_flags_say(machine, caplog, transport, flags, opened, cpus):
+    caplog.set_level(logging.INFO)
+    nics, found = open_nics(transport, RdmaFlags(**flags))
+    assert sorted(machine.opened) == opened
+    assert [nic.name for nic in nics] == [name for name, _, _ in machine.opened]
+    assert found == cpus
+    assert ("RDMA: left out: mlx5_9 port 1" in caplog.text) == ("rdma_device" not in flags)
+    assert f"RDMA: cpu -> {opened[0][0]} port 1, GID {opened[0][2]}" in caplog.text
+    assert f"RDMA: polled on CPUs {sorted(cpus)}: " in caplog.text
+
+
+def test_infiniband_is_opened_by_its_lid(monkeypatch, tmp_path):
+    sysfs_trees.infiniband(tmp_path)
+    machine = FakeMachine(monkeypatch, tmp_path)
+    open_nics("auto", RdmaFlags())
+    assert machine.opened == [("mlx5_0", 1, None)]
+
+
+def test_an_address_of_the_own_link_is_used_only_if_somebody_asks(monkeypatch, tmp_path, caplog):
+    """A cable between two NICs works; two hosts that chose by themselves would not meet."""
+    caplog.set_level(logging.INFO)
+    tree = sysfs_trees.Tree(tmp_path, "0-3")
+    port = sysfs_trees.PortRow(gids=[(sysfs_trees.LINK_LOCAL, sysfs_trees.V2, "eth0")])
+    tree.nic("mlx5_0", tree.pci("pci0000:17/0000:17:01.0", 0), port)
+    machine = FakeMachine(monkeypatch, tmp_path)
+    assert open_nics("auto", RdmaFlags())[0] == machine.opened == []
+    assert "no RDMA: cpu -> mlx5_0 port 1, GID 0 (RoCE v2, fe80:" in caplog.text
+    assert "not routable): all in use; give its interface an address" in caplog.text
+    open_nics("verbs", RdmaFlags())
+    open_nics("auto", RdmaFlags(rdma_device="mlx5_0"))
+    assert machine.opened == [("mlx5_0", 1, 0)] * 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_other_transports_open_no_nics(machine, transport):
+    assert open_nics(transport, RdmaFlags()) == ([], set(range(16)))
+    assert machine.opened == []
+
+
+def without_pyverbs(monkeypatch, machine):
+    monkeypatch.setattr(verbs_device, "MISSING", "RDMA needs pyverbs")
+
+
+def without_devices(monkeypatch, machine):
+    FakeMachine(monkeypatch, Path("/nowhere"))
+
+
+def not_to_be_opened(monkeypatch, machine):
+    machine.broken.add("mlx5_7")
+
+
+LACKS = {
+    without_pyverbs: "RDMA needs pyverbs",
+    without_devices: "RDMA ports are: none, load the driver of one",
+    not_to_be_opened: "cannot open RDMA device mlx5_7",
+}
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: lack.__name__)
+def test_auto_does_without_nics_and_logs_why(monkeypatch, machine, caplog, lack):
+    caplog.set_level(logging.INFO)
+    lack(monkeypatch, machine)
+    assert open_nics("auto", RdmaFlags()) == ([], set(range(16)))
+    assert caplog.messages == [f"no RDMA: {LACKS[lack]}"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "flags"),
+    [
+        ("verbs", {}),
+        *(
+            ("auto", {"rdma_device": "mlx5_7"}),
+            ("auto", {"gid_index": 3}),
+            ("auto", {"poll_cpu": 0}),
+        ),
+        ("auto", {"nic_map": "cpu=mlx5_7"}),
+    ],
+)
+@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: lack.__name__)
+def test_whoever_asks_for_nics_is_told_why_there_are_none(
+    monkeypatch, machine, lack, transport, flags
+):
+    lack(monkeypatch, machine)
+    with pytest.raises(TransferError) as caught:
+        open_nics(transport, RdmaFlags(**flags))
+    assert str(caught.value).startswith(f"--transport {transport}: ")
+    assert LACKS[lack] in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1

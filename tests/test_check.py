@@ -14,11 +14,14 @@ from disagg.messenger.admission import check_probe
 from disagg.messenger.node_memory import probe_pattern
 from disagg.serve import check as check_module
 from disagg.serve.check import check
+from disagg.serve.options import decode_parser
 from disagg.transfer.interface import MessageReceived
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
+from tests import sysfs_trees
 from tests.engines import auto_engine, write
+from tests.fake_verbs import FakeMachine
 from tests.nodes import HeldNode, Oracle, ask, node_config, pair, prompt_of, tokens_of
 from tests.prefiller_process import prefiller_process
 from tests.protocol_world import IDENTITY
@@ -376,3 +379,39 @@ def test_another_transport(look, model):
     with HeldNode(node_config(model, listen=LISTEN)) as started:
         why = failure(look(started.address, transport="tcp"))
     assert "give both the same --transport" in why
+
+
+# --- RDMA ---
+
+RDMA_FLAGS = (
+    "--rdma-device=mlx5_8,mlx5_3",
+    "--gid-index=1",
+    "--nic-map=cpu=mlx5_4",
+    "--poll-cpu=7",
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "opened", "cpus"),
+    [
+        (("--transport=verbs",), [(f"mlx5_{number}", 1, 3) for number in range(8)], range(4)),
+        (("--rdma-device=mlx5_8:1",), [("mlx5_8", 1, 3)], range(4)),
+        (("--transport=verbs", "--nic-map=cpu=mlx5_4"), [("mlx5_4", 1, 3)], range(4, 8)),
+        (RDMA_FLAGS, [("mlx5_4", 1, 1)], [7]),
+    ],
+)
+def test_the_flags_for_rdma_are_those_of_a_node(monkeypatch, tmp_path, capsys, flags, opened, cpus):
+    """Nobody listens there, so it ends when the NICs are open, and closes them."""
+    sysfs_trees.eight_to_eight(tmp_path)
+    machine = FakeMachine(monkeypatch, tmp_path)
+    assert check(decode_parser().parse_args([f"--check=127.0.0.1:{free_port()}", *flags])) == 1
+    assert sorted(machine.opened) == opened
+    (polled_on,) = machine.polled_on
+    assert polled_on & set(range(8)) == set(cpus)
+    assert not any(machine.fabric.open.values())
+    assert "cannot connect" in capsys.readouterr().err
+
+
+def free_port():
+    with socket.create_server(LISTEN) as server:
+        return server.getsockname()[1]

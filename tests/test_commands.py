@@ -13,10 +13,12 @@ import sys
 import pytest
 
 from disagg.engine.engine import Engine
-from disagg.serve.commands import answer_prompts
-from disagg.serve.options import decode_parser
+from disagg.serve.commands import _start, answer_prompts
+from disagg.serve.options import decode_parser, prefill_parser
 from disagg.serve.prompts import read_prompts
-from tests.nodes import Oracle
+from tests import sysfs_trees
+from tests.fake_verbs import FakeMachine
+from tests.nodes import Oracle, wait_until
 from tests.tiny_models import make_tiny_llama, save_word_tokenizer
 
 PROMPTS = ("t9 t8 t7", "t3", "t5 t6")
@@ -149,3 +151,26 @@ def test_a_run_on_a_terminal_ends_with_a_summary(answer, monkeypatch, flags):
             r" 0\.00 MB moved in 0 writes\n",
             terminal.getvalue(),
         )
+
+
+def test_the_flags_for_rdma_reach_the_nics_and_the_messengers_thread(model, monkeypatch, tmp_path):
+    sysfs_trees.eight_to_eight(tmp_path)
+    machine = FakeMachine(monkeypatch, tmp_path)
+    flags = ("--rdma-device=mlx5_8,mlx5_3:1", "--gid-index=1", "--poll-cpu=7", "--transport=verbs")
+    flags = (*flags, "--dtype=float32", "--num-pages=8")
+    arguments = prefill_parser().parse_args(["--listen=127.0.0.1:0", *flags])
+    arguments.model = model
+    with _start(arguments) as node:
+        assert sorted(machine.opened) == [("mlx5_3", 1, 1), ("mlx5_8", 1, 1)]
+        assert {nic.name for nic in node._transfer._media[0].nics} == {"mlx5_3", "mlx5_8"}
+        wait_until(lambda: machine.polled_on == [{7}])
+        where = node.address
+    assert not any(machine.fabric.open.values())
+    machine.opened.clear()
+    arguments = decode_parser().parse_args([*flags, "--nic-map=cpu=mlx5_6"])
+    arguments.model = model
+    with pytest.raises(ValueError, match="cannot connect"):
+        _start(arguments, (where,))
+    assert machine.opened == [("mlx5_6", 1, 1)]
+    assert machine.polled_on == [{7}, {7}]
+    assert not any(machine.fabric.open.values())

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.serve.options import DEFAULT_LISTEN, decode_parser, forwarded_flags
+from disagg.transfer import verbs_device
 from tests.nodes import Oracle, wait_until
 from tests.scripts import scripts
 from tests.tiny_models import make_tiny_llama, save_word_tokenizer
@@ -357,9 +358,42 @@ def test_two_transports_are_refused_with_both_names(run, model):
     assert prefiller.poll() is None
 
 
-def test_a_child_prefiller_is_told_the_transport():
-    arguments = decode_parser().parse_args(["t3", "--transport=tcp"])
-    assert "--transport=tcp" in forwarded_flags(arguments)
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--transport=tcp", "--rdma-device=mlx5_0,mlx5_1:2", "--gid-index=0", "--poll-cpu=0"),
+        "--nic-map=cpu=mlx5_0;cuda:0=mlx5_1",
+    ],
+)
+def test_a_child_prefiller_is_told_how_to_transfer(flag):
+    arguments = decode_parser().parse_args(["t3", flag])
+    assert flag in forwarded_flags(arguments)
+
+
+@pytest.mark.skipif(
+    not verbs_device.MISSING and any(Path("/sys/class/infiniband").glob("*")),
+    reason="this machine has an RDMA device",
+)
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("run_prefill.py", ("--listen=127.0.0.1:0", "--transport=verbs")),
+        ("run_prefill.py", ("--listen=127.0.0.1:0", "--gid-index=3")),
+        ("run_decode.py", ("--prefill=127.0.0.1:9", "--transport=verbs", "t3")),
+        ("run_decode.py", ("--transport=verbs", "t3")),
+        ("run_decode.py", ("--check=127.0.0.1:9", "--transport=verbs")),
+        ("run_decode.py", ("--check=127.0.0.1:9", "--rdma-device=mlx5_0")),
+        ("run_decode.py", ("--check=127.0.0.1:9", "--poll-cpu=0")),
+    ],
+)
+def test_without_pyverbs_or_a_device_one_line_says_what_is_missing(run, model, name, flags):
+    outcome = run.fork(name, *MODE, f"--model={model}", *flags).wait(30.0)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert re.search(r"--transport (auto|verbs): ", outcome.stderr_line)
+    lacks = (
+        "RDMA ports are: none, load the driver" if not verbs_device.MISSING else "apt-get install"
+    )
+    assert lacks in outcome.stderr_line
 
 
 def test_a_request_that_fails_leaves_the_others(run, model, prefiller, expected):

@@ -19,6 +19,7 @@ import pytest
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.verbs_device import (
+    RDMA_WRITE_WITH_IMM,
     RECEIVE,
     SEND_SIGNALED,
     WC,
@@ -232,7 +233,7 @@ def test_too_little_lockable_memory_is_said_with_how_to_raise_it(
         nic.register(Memory(address=4096, nbytes=1 << 30))
     for part in (
         *("mlx5_0", f"{1 << 30} bytes", "limit for locked memory is 65536 bytes"),
-        *("ulimit -l unlimited", "--ulimit memlock=-1", "LimitMEMLOCK=infinity"),
+        *("ulimit -l unlimited", "--ulimit memlock=-1", "LimitMEMLOCK=infinity", "--transport"),
     ):
         assert part in str(error.value)
 
@@ -287,8 +288,19 @@ def test_infiniband_is_addressed_by_lid(stand_in):
     pair = Nic("mlx5_0").queue_pair(8, 16, 4)
     pair.connect(5, End(123, 6), Address("", 17, 4096))
     _, attributes = stand_in.calls[-1]
-    assert attributes.ah_attr == Attributes(dlid=17, port_num=1)
+    assert attributes.ah_attr == Attributes(dlid=17, is_global=0, gr=None, port_num=1)
     assert attributes.path_mtu == 3
+
+
+def test_infiniband_with_an_entry_asked_for_has_both_addresses(stand_in):
+    """As some ports and virtual functions need: the GID in the packet, the LID to get there."""
+    stand_in.port.lid = 9
+    nic = Nic("mlx5_0", 1, 0)
+    assert (nic.address.gid, nic.address.lid) == (stand_in.gid, 9)
+    far = Address("fe80:0000:0000:0000:0000:0000:0000:0002", 17, 4096)
+    nic.queue_pair(8, 16, 4).connect(5, End(123, 6), far)
+    path = stand_in.calls[-1][1].ah_attr
+    assert (path.dlid, path.is_global, path.gr.dgid, path.gr.sgid_index) == (17, 1, far.gid, 0)
 
 
 @pytest.mark.parametrize(("step", "what"), [("to_rtr", "receive"), ("to_rts", "send")])
@@ -333,6 +345,7 @@ def test_sends_are_chained_each_with_its_element():
     here, there = requests.ctypes.data, elements.ctypes.data
     assert requests["next"].tolist() == [here + 128, here + 256, 0]
     assert requests["send_flags"].tolist() == [0, 0, SEND_SIGNALED]
+    assert (set(requests["num_sge"]), set(requests["opcode"])) == ({1}, {RDMA_WRITE_WITH_IMM})
     assert requests["sg_list"].tolist() == [there, there + 16, there + 32]
     assert requests.dtype.fields["rkey"][1] == 48
     assert WC.itemsize == 48

@@ -14,6 +14,7 @@ The prefiller goes on serving decoders: at most `MOST_BYTES` are asked for at on
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 import time
@@ -51,7 +52,8 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.prompts or arguments.prompts_file:
         raise ValueError("--check answers nothing; leave out the prompts")
     nbytes = MOST_BYTES + GUARD_BYTES
-    nics, _ = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
+    nics, cpus = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
+    os.sched_setaffinity(0, cpus)
     with SharedMemory(nbytes) as memory, make_engine(arguments.transport, nics) as engine:
         try:
             for what, found in _rows(_Probe(engine, memory, arguments.check)):

@@ -47,9 +47,10 @@ def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
 def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
     """The NICs for `make_engine`, and the CPUs where the thread that polls them should run.
 
-    "auto" does without NICs if none are to be had and no flag asks for one; else TransferError.
+    "auto" does without NICs if none are to be had, or none that are reached from afar, and no flag
+    asks for one; else TransferError.
     """
-    available = os.sched_getaffinity(0)
+    available, asked = os.sched_getaffinity(0), transport == "verbs" or flags != RdmaFlags()
     if transport not in ("auto", "verbs"):
         return [], available
     try:
@@ -58,12 +59,14 @@ def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
         machine = topology.Topology()
         chosen, lines = topology.choose_nics(machine, ["cpu"], flags)
         ports = chosen["cpu"]
+        if not asked and not any(gid is None or gid.is_routable for gid in ports.values()):
+            raise ValueError(f"{lines[-1]}; give its interface an address")
         cpus, why = topology.poll_cpus(machine, ports, available, flags.poll_cpu)
         nics = [
             Nic(port.name, port.port, gid.index if gid else None) for port, gid in ports.items()
         ]
     except (ValueError, TransferError) as error:
-        if transport == "verbs" or flags != RdmaFlags():
+        if asked:
             raise TransferError(f"--transport {transport}: {error}") from error
         logger.info("no RDMA: %s", error)
         return [], available

@@ -42,6 +42,11 @@ MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
 KEY_BYTES = 16
+#: What to do about a path for writes that does not come up.
+PATH_CHECK = (
+    "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
+    " --verbose; or give both another --transport"
+)
 #: Until the next look at who calls, after one could not be accepted.
 ACCEPT_PAUSE_SECONDS = 0.1
 
@@ -354,7 +359,8 @@ class Control:
         for connection in list(self._connections.values()):
             if now >= connection.deadline:
                 step = "sent no opening" if connection.connected else "did not answer"
+                check = CHECK
                 if connection.opened:
-                    step = "opened, but the path for writes did not come up"
-                why = f"{connection.address} {step} within {self._timeout:g} s; {CHECK}"
+                    step, check = "opened, but the path for writes did not come up", PATH_CHECK
+                why = f"{connection.address} {step} within {self._timeout:g} s; {check}"
                 self.close_peer(connection.peer, why)

@@ -10,6 +10,7 @@ one poll posts for one of them, a bounded amount, so that the caller can look at
 """
 
 import ctypes
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
+
+logger = logging.getLogger(__name__)
 
 #: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
@@ -256,7 +259,8 @@ class QueuedEngine(interface.TransferEngine, Resource):
         if lost.announced:
             self._events.append(interface.PeerLost(peer=lost.peer, why=lost.why))
             self._fencing[lost.peer] = links
-        else:  # nobody waits for the fence of a stranger
+        else:  # nobody waits for the fence of a stranger, or hears why it failed
+            logger.info("a caller is gone: %s", lost.why)
             for link in links:
                 link.close()
 

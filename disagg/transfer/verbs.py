@@ -46,8 +46,9 @@ from disagg.transfer.waiter import READABLE
 MAX_NICS = 64
 #: The first write of a queue pair is as long as the longest packet: does that fit the way?
 PROBE_BYTES = 4096
-#: For what is posted on a closing queue pair to come back, which takes microseconds.
-FLUSH_SECONDS = 1.0
+#: For what is posted on closing queue pairs to come back, which takes microseconds. Nothing else is
+#: done meanwhile: several peers may be lost at once, and others must not find us silent.
+FLUSH_SECONDS = 0.25
 
 _NO_WAY = "; the way is not open: check GID or LID, the MTU of switches, firewalls (UDP 4791)"
 
@@ -58,12 +59,13 @@ _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 @dataclass(frozen=True, kw_only=True)
 class Depths:
     """What a queue pair holds: `sends` on their way, and `receives` for what the peer writes before
-    we look (two layers' pages). Both are posted in chains; of sends, the last one completes."""
+    we look (two layers' pages; the queues of some NICs hold 4063). Both are posted in chains; of
+    sends, the last one completes."""
 
     sends: int = 2048
     send_chain: int = 512
-    receives: int = 4096
-    receive_chain: int = 1024
+    receives: int = 4000
+    receive_chain: int = 1000
 
 
 class Region(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -252,13 +254,17 @@ class VerbsLink(Link):
     # The end.
 
     def revoke(self) -> None:
-        """Stop each queue pair, wait until all that is posted came back (and count what arrived),
-        and destroy it: nothing reads its source or lands here any more. So it is too of one that
+        """Stop all queue pairs, wait until all that is posted came back (and count what arrived),
+        and destroy them: nothing reads its source or lands here any more. So it is too of one that
         takes too long, or whose device is gone."""
-        destroy_at = time.monotonic() + FLUSH_SECONDS
+        stopped = []
         for lane in self._lanes:
             with suppress(TransferError):
                 lane.qp.fail()
+                stopped.append(lane)
+        destroy_at = time.monotonic() + FLUSH_SECONDS
+        for lane in stopped:
+            with suppress(TransferError):
                 while lane.has_posted and time.monotonic() < destroy_at:
                     self._count(lane)
         self.close()

@@ -172,13 +172,15 @@ class QueuePair(Resource):
 
     def connect(self, own_psn: int, peer: End, address: Address) -> None:
         """To the peer's queue pair `peer` at `address`; from now on it can receive and send."""
+        route = None
         if address.gid:
             route = addr.GlobalRoute(
                 dgid=addr.GID(address.gid), sgid_index=self.nic.gid_index, hop_limit=_HOP_LIMIT
             )
-            path = addr.AHAttr(is_global=1, gr=route, port_num=self.nic.port)
-        else:
-            path = addr.AHAttr(dlid=address.lid, port_num=self.nic.port)
+        # On InfiniBand packets travel by LID also if they carry GIDs (--gid-index). RoCE has none.
+        path = addr.AHAttr(
+            dlid=address.lid, is_global=int(bool(route)), gr=route, port_num=self.nic.port
+        )
         mtu = min(self.nic.address.mtu, address.mtu)
         attributes = self._attributes(
             ah_attr=path,
@@ -304,6 +306,6 @@ def _explained(what: str, hint: str = "") -> Iterator[None]:
             hint += (
                 f". The limit for locked memory is {limit} bytes (RLIMIT_MEMLOCK); raise it:"
                 " `ulimit -l unlimited` in a shell, `--ulimit memlock=-1` for a container,"
-                " `LimitMEMLOCK=infinity` in a systemd unit"
+                " `LimitMEMLOCK=infinity` in a systemd unit; or choose another --transport"
             )
         raise TransferError(f"{what}: {error}{hint}") from error
