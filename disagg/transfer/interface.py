@@ -10,8 +10,8 @@ promised: an immediate is counted only after the bytes of its write are visible,
 write is counted exactly once. Messages to one peer keep their order among themselves.
 
 One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
-what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (same host), `tcp.py`
-(any two), or both. All pass `tests/test_transfer_conformance.py`.
+what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (same host),
+`verbs.py` (RDMA), `tcp.py` (any two), or several. All pass `tests/test_transfer_conformance.py`.
 """
 
 from collections.abc import Sequence
