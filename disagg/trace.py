@@ -79,7 +79,10 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write the spans that have ended. OSError."""
-        path.write_bytes(msgspec.json.encode(self.timeline()))
+        try:
+            path.write_bytes(msgspec.json.encode(self.timeline()))
+        except OSError as error:  # that of a full disk does not say which file
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def timeline(self) -> Timeline:
         """The spans that have ended, as a file holds them."""

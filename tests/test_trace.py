@@ -233,7 +233,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(run, model):
     outcome = run.fork("run_decode.py", *decode_flags(model), *flags).wait()
     assert outcome.code == 2
     last = outcome.stderr.splitlines()[-1]
-    assert last == "error: [Errno 28] No space left on device"
+    assert last == "error: [Errno 28] No space left on device: '/dev/full'"
 
 
 def test_nothing_to_do_and_nothing_to_read_are_one_line(tmp_path, capsys):

@@ -68,6 +68,11 @@ def test_config_of_the_older_form_and_left_out_fields(copy: Path) -> None:
     assert (config.head_dim, config.num_kv_heads, config.mlp_bias) == (16, 4, False)
 
 
+def test_a_field_of_a_config_that_has_a_name_of_ours_is_not_ours(copy: Path, plain: Path) -> None:
+    change_config(copy, num_layers=99, num_kv_heads=99, max_positions=9, eos_token_ids=[9])
+    assert read_config(copy) == read_config(plain)
+
+
 @pytest.mark.parametrize(
     ("in_config", "in_generation_config", "expected"),
     [(None, None, ()), (5, None, (5,)), ([5, 6], None, (5, 6)), (5, [6, 7], (6, 7))],

@@ -264,7 +264,6 @@ class DecoderMessenger(Messenger):
     def _moved(self, attempt: Attempt) -> TransferStats:
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
-        attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         exposed = span = None
         if lag is not None:
@@ -320,6 +319,8 @@ class DecoderMessenger(Messenger):
         del self._attempts[attempt.fetch.attempt]
         if attempt.prefiller is not None:
             self._transfer.forget(attempt.imm)
+            if ready is not None:
+                attempt.prefiller.num_failures = 0
             if attempt.prefiller.peer == attempt.peer:  # else its count began anew
                 attempt.prefiller.num_attempts -= 1
         self._post(ready or KVReleased(attempt=attempt.fetch.attempt))

@@ -86,9 +86,8 @@ class PrefillerMessenger(Messenger):
         refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         if refused is not None:
             logger.warning("refused a %s: %s", hello.role, refused)
-            self._send(
-                peer, messages.Goodbye(why=f"refused: {refused}")
-            )  # it hangs up, or is silent
+            # It hangs up, or is silent.
+            self._send(peer, messages.Goodbye(why=f"refused: {refused}"))
             return
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:

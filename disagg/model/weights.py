@@ -61,15 +61,16 @@ def read_config(folder: Path) -> ModelConfig:
     if (folder / "generation_config.json").exists():
         eos = _read_json(folder, "generation_config.json").get("eos_token_id", eos)
     names = [field.name for field in dataclasses.fields(ModelConfig)]
-    same_names = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    return ModelConfig(
-        **same_names,
-        num_layers=config.num_hidden_layers,
-        num_qo_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        max_positions=config.max_position_embeddings,
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
-    )
+    shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    # Names that are ours alone: what a config has by them means something else, if anything.
+    shape |= {
+        "num_layers": config.num_hidden_layers,
+        "num_qo_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "max_positions": config.max_position_embeddings,
+        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
+    }
+    return ModelConfig(**shape)
 
 
 def fingerprint(folder: Path) -> str:

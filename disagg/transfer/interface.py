@@ -11,8 +11,7 @@ write is counted exactly once. Messages to one peer keep their order among thems
 
 One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
 what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (same host),
-`verbs.py` (RDMA NICs), `tcp.py` (any two), or several. All pass
-`tests/test_transfer_conformance.py`.
+`verbs.py` (RDMA), `tcp.py` (any two), or several. All pass `tests/test_transfer_conformance.py`.
 """
 
 from collections.abc import Sequence
