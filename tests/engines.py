@@ -15,7 +15,7 @@ import numpy as np
 from disagg.transfer.control import Control, Opened
 from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferEngine
 from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
 from disagg.transfer.shm import Copy, ShmMedium
 from disagg.transfer.tcp import Send, TcpMedium
 from disagg.transfer.verbs import Depths, VerbsMedium
@@ -23,6 +23,8 @@ from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
+#: How much longer things may take where they are emulated.
+PATIENCE = 4.0 if RDMA_DEVICES else 1.0
 
 
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
@@ -55,8 +57,8 @@ def nic_maker() -> Callable[[], Nic]:
 
 def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
     """Makes engines with a NIC each."""
-    nic = nic_maker()
-    return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **options)
+    nic, opening = nic_maker(), {"opening_timeout": PATIENCE * OPENING_TIMEOUT_SECONDS}
+    return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **opening | options)
 
 
 def write(

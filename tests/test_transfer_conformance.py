@@ -36,6 +36,7 @@ from disagg.transfer.interface import (
 from disagg.transfer.verbs import Depths
 from tests.adversarial import FakeTransfer, Network
 from tests.engines import (
+    PATIENCE,
     RDMA_DEVICES,
     auto_engine,
     in_halves,
@@ -46,7 +47,7 @@ from tests.engines import (
     write,
 )
 
-DEADLINE_SECONDS = 10.0
+DEADLINE_SECONDS = 10.0 * PATIENCE
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -833,7 +834,7 @@ def child_main(transport, address, pipe, interruption):
             pages,
             1,
         )
-        world.run(lambda: child.of(PeerLost), seconds=60)
+        world.run(lambda: child.of(PeerLost), seconds=60 * PATIENCE)
         pipe.send("lost")
 
 
@@ -850,7 +851,7 @@ class Child:
         )
         self.process.start()
         theirs.close()
-        world.run(lambda: self.owner.of(MessageReceived), seconds=30)
+        world.run(lambda: self.owner.of(MessageReceived), seconds=30 * PATIENCE)
         self.peer = self.owner.of(MessageReceived)[0].peer
         self.owner.engine.expect(self.peer, 1, CHILD_PAGES)
         self.owner.engine.send(self.peer, self.owner.region.descriptor)
@@ -908,7 +909,7 @@ def test_a_process_killed_while_idle(real_world, start_child):
     child = start_child()
     real_world.run(lambda: child.owner.reached == [1])
     child.process.kill()
-    real_world.run(lambda: child.owner.of(PeerFenced), seconds=2)
+    real_world.run(lambda: child.owner.of(PeerFenced), seconds=2 * PATIENCE)
 
 
 @in_processes
@@ -926,7 +927,7 @@ def test_a_process_stopped_in_the_middle_of_a_copy(transport, real_world, start_
         assert not owner.of(PeerFenced)
         assert 0 < (owner.bytes == 0x11).sum() < owner.bytes.size
         os.kill(child.process.pid, end)
-    real_world.run(lambda: owner.of(PeerFenced), seconds=2)
+    real_world.run(lambda: owner.of(PeerFenced), seconds=2 * PATIENCE)
     owner.bytes[:] = 0xEE
     if end == signal.SIGCONT:
         os.kill(child.process.pid, end)

@@ -63,9 +63,9 @@ _CQ_CONTEXT, _QP_CONTEXT, _CQ_CHANNEL, _CHANNEL_FD = 16, 8, 8, 8
 RECEIVE = 0
 #: Completions that one `poll` takes.
 POLL_COMPLETIONS = 1024
-# Sent again after 4 us * 2^15 without an answer, 6 times (7 is "for ever" to soft-RoCE): an error
-# after 1 to 4 s. A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
-_TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 15, 6, 8, 7
+# Sent again after 4 us * 2^16 without an answer, 6 times (7 is "for ever" to soft-RoCE): an error
+# after 2 to 8 s. A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
+_TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 16, 6, 8, 7
 _HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
 _MEANING = {

@@ -35,7 +35,7 @@ PAGE_BYTES = 4 * KIB
 NUM_PAGES = MIB // PAGE_BYTES
 PAGES = np.arange(NUM_PAGES) * PAGE_BYTES
 #: A NIC that nobody answers gives up after some seconds.
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def ip(arguments: str) -> None:
@@ -181,7 +181,7 @@ def test_too_little_lockable_memory():
         "except TransferError as error: print(error)"
     )
     done = subprocess.run(
-        [*limits, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60.0
+        [*limits, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120.0
     )
     print(done.stdout)
     for part in ("cannot register 1048576 bytes", "limit for locked memory is 65536", "ulimit -l"):
@@ -211,7 +211,7 @@ def write_until_lost(world, writer, address, target):
     def told():
         return [event.data for event in writer.of(MessageReceived) if event.peer == peer]
 
-    world.run(lambda: told() or is_over(), 60.0)
+    world.run(lambda: told() or is_over(), 120.0)
     while not is_over():
         if len(writer.engine._open) < 2:
             imm = int(told()[0])
@@ -235,7 +235,7 @@ class Child:
         """On the next connection, if there was one before; ends in the middle of the writes."""
         self.owner.bytes[:] = 0
         known = len(self.owner.of(MessageReceived))
-        self.world.run(lambda: len(self.owner.of(MessageReceived)) > known, 60.0)
+        self.world.run(lambda: len(self.owner.of(MessageReceived)) > known, 120.0)
         self.peer, imm = self.owner.of(MessageReceived)[-1].peer, next(self.imms)
         self.owner.engine.expect(self.peer, imm, 3 * NUM_PAGES)
         self.owner.engine.send(self.peer, str(imm).encode())
@@ -265,7 +265,7 @@ def child(world):
 def test_a_writer_that_is_killed(world, child):
     child.must_write()
     child.signal(signal.SIGKILL)
-    child.must_end(10.0)
+    child.must_end(20.0)
     Pair(world).must_work()
 
 
@@ -274,7 +274,7 @@ def test_a_writer_that_is_stopped(world, child):
     child.must_write()
     child.signal(signal.SIGSTOP)
     child.owner.engine.close_peer(child.peer, "silent for too long")
-    child.must_end(10.0)
+    child.must_end(20.0)
     child.owner.bytes[:] = 0xEE
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
