@@ -52,11 +52,15 @@ class SamplingParams:
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(SamplingParams, include_extras=True).items():
+        for name, kind in _KINDS.items():
             try:
                 convert(getattr(self, name), kind)
             except ValidationError as error:
                 raise ValueError(f"{name}: {error}; got {getattr(self, name)!r}") from error
+
+
+#: What each field of `SamplingParams` may be. Finding it out takes longer than checking.
+_KINDS = get_type_hints(SamplingParams, include_extras=True)
 
 
 @dataclass(frozen=True, kw_only=True)
