@@ -48,10 +48,12 @@ def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
     """The NICs for `make_engine`, and the CPUs where the thread that polls them should run.
 
     "auto" does without NICs if none are to be had, or none that are reached from afar, and no flag
-    asks for one; else TransferError.
+    asks for one; else TransferError. Other transports have no use for such flags: ValueError.
     """
     available, asked = os.sched_getaffinity(0), transport == "verbs" or flags != RdmaFlags()
     if transport not in ("auto", "verbs"):
+        if asked:
+            raise ValueError(f"--transport {transport} uses no NICs; leave out the flags for RDMA")
         return [], available
     try:
         if verbs_device.MISSING:

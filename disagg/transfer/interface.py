@@ -22,7 +22,7 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 
-#: A connection. Numbers are never used twice by one engine, so a peer is also its epoch.
+#: A connection. Numbers are never used twice by one engine: a restarted process is another peer.
 Peer = int
 #: Names the writes of one `write` or `write_pages` call. Never used twice by one engine.
 Ticket = int
@@ -38,8 +38,8 @@ class TransferError(ValueError):
 class Memory:
     """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if any.
 
-    Not `writable`: a source for writes alone. Whoever connects may write to what is, from the
-    first moment on, so only memory that waits for writes should be.
+    Not `writable`: a source for writes alone. Whoever connects may write to writable memory from
+    the first moment on, so make only that writable which waits for writes.
     """
 
     address: int
@@ -139,6 +139,8 @@ class TransferEngine(Protocol):
         imm: int,
     ) -> Ticket:
         """One write of `page_bytes` with one immediate for EACH pair of offsets (at least one).
+
+        The peer has spoken: a message of it came from `poll`.
 
         TransferError if a range lies outside its region or `dst` is no descriptor of the peer, or
         of memory that is not `writable`; then none of the writes was posted. To a lost peer:

@@ -167,7 +167,7 @@ def choose_nics(
     if unknown := mapped.keys() - {*devices}:
         raise ValueError(
             f"no memory {', '.join(unknown)} to map; there is {', '.join(devices)};"
-            f" expected as in cuda:0=mlx5_0,mlx5_1;cpu=mlx5_2, got {flags.nic_map!r}"
+            f" expected as in {devices[0]}=mlx5_0,mlx5_1, got {flags.nic_map!r}"
         )
     usable, left_out = _usable(topology.ports, flags.rdma_device, flags.gid_index)
     candidates = usable if flags.rdma_device else _best(usable)

@@ -9,7 +9,7 @@
     ready <=========================== first write ==| ready
 
     post --> qp send queue --> NIC ==pages, imm==> NIC --> peer's memory, then cq --> arrived(imm)
-    WritesDone <---- cq <---- NIC <-- acknowledged --'    (the peer's CPU did nothing until here)
+    WritesDone <---- cq <---- NIC <-- acknowledged --'  (the peer's CPU did nothing for these bytes)
 
 A program talks to its NIC through queues in memory. Into the send queue of a queue pair (qp) go
 requests: write these bytes (an sge: address, length, lkey) to that address of the peer (with its
@@ -45,7 +45,7 @@ from disagg.transfer.waiter import READABLE
 
 MAX_NICS = 64
 #: The first write of a queue pair is as long as the longest packet: does that fit the way?
-PROBE_BYTES = 4096
+FIRST_WRITE_BYTES = 4096
 #: For what is posted on closing queue pairs to come back, which takes microseconds. Nothing else is
 #: done meanwhile: several peers may be lost at once, and others must not find us silent.
 FLUSH_SECONDS = 0.25
@@ -60,7 +60,7 @@ _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class Depths:
     """What a queue pair holds: `sends` on their way, and `receives` for what the peer writes before
     we look (two layers' pages; the queues of some NICs hold 4063). Both are posted in chains; of
-    sends, the last one completes."""
+    sends, only the last one reports its completion, for all of them."""
 
     sends: int = 2048
     send_chain: int = 512
@@ -107,9 +107,9 @@ class VerbsMedium(Medium):
         self.nics = nics
         self.depths = depths or Depths()
         self.regions: list[_Registered] = []
-        self._probe_bytes = np.zeros(PROBE_BYTES, np.uint8)
-        address = self._probe_bytes.ctypes.data
-        self.probe = _Registered(Memory(address=address, nbytes=PROBE_BYTES), nics)
+        self._first_bytes = np.zeros(FIRST_WRITE_BYTES, np.uint8)
+        address = self._first_bytes.ctypes.data
+        self.probe = _Registered(Memory(address=address, nbytes=FIRST_WRITE_BYTES), nics)
 
     def register(self, memory: Memory, view: Bytes) -> None:
         self.regions.append(_Registered(memory, self.nics))
@@ -144,7 +144,7 @@ class VerbsLink(Link):
         self._theirs = theirs = decode(info, _Info, "malformed opening of verbs")
         granted = [theirs.probe, *(region for region in theirs.regions if region.nbytes)]
         keys = {len(region.rkeys) for region in granted}
-        if keys != {len(theirs.nics)} or theirs.probe.nbytes < PROBE_BYTES:
+        if keys != {len(theirs.nics)} or theirs.probe.nbytes < FIRST_WRITE_BYTES:
             raise TransferError(f"the peer's opening grants what cannot be: {granted}")
         for number in range(max(len(self._medium.nics), len(theirs.nics))):
             lane = _Lane(self._medium, number, theirs.nics)
@@ -173,9 +173,9 @@ class VerbsLink(Link):
     def _probe(self, lane: _Lane) -> None:
         """The first write. Nobody waits for its immediate: the first one on a queue pair."""
         start = np.zeros(1, np.int64)
-        lane.post(None, self._medium.probe, self._theirs.probe, start, start, PROBE_BYTES, 0)
+        lane.post(None, self._medium.probe, self._theirs.probe, start, start, FIRST_WRITE_BYTES, 0)
 
-    def _prove(self, lane: _Lane) -> None:
+    def _check_ready(self, lane: _Lane) -> None:
         """Something came on a queue pair; ready once the first writes of both sides are through."""
         if lane.heard and not lane.posted:
             self._probe(lane)
@@ -189,18 +189,16 @@ class VerbsLink(Link):
     def can_post(self) -> bool:
         return bool(self.jobs) and any(lane.room for lane in self._lanes)
 
-    def post(self) -> None:
-        """One chain on every queue pair that has room, the emptiest first."""
-        self.guard(self._post)
-
     def end(self, ticket: Ticket) -> None:
-        """A ticket is held by its job, from the first post on, and by each chain on its way."""
+        """Release one hold on a ticket; the last one ends it. Its job holds it, from the first post
+        until it leaves `jobs`, and each chain on its way. Withdrawn before, nothing holds it."""
         self._holds[ticket] -= 1
         if self._holds[ticket] <= 0:
             del self._holds[ticket]
             super().end(ticket)
 
-    def _post(self) -> None:
+    def post(self) -> None:
+        """One chain on every queue pair that has room, the emptiest first."""
         job = self.jobs[0]
         source, target = self._medium.regions[job.source_region], self._theirs.regions[job.region]
         left = len(job.source_offsets) - job.num_posted
@@ -210,7 +208,7 @@ class VerbsLink(Link):
             sources, targets = job.source_offsets[some], job.destination_offsets[some]
             if not len(sources):
                 break
-            self._holds[job.ticket] += 1 if job.num_posted else 2
+            self._holds[job.ticket] += 1 if job.num_posted else 2  # the first also for its job
             lane.post(job, source, target, sources, targets, job.write_bytes, job.imm)
             job.num_posted += len(sources)
         if job.is_posted:
@@ -236,7 +234,7 @@ class VerbsLink(Link):
             self.end(job.ticket)
         lane.replenish()
         if not self._ready:
-            self._prove(lane)
+            self._check_ready(lane)
 
     def _count(self, lane: _Lane) -> Requests:
         """Account for what has completed, and count what arrived. Returns what failed."""
@@ -254,9 +252,9 @@ class VerbsLink(Link):
     # The end.
 
     def revoke(self) -> None:
-        """Stop all queue pairs, wait until all that is posted came back (and count what arrived),
-        and destroy them: nothing reads its source or lands here any more. So it is too of one that
-        takes too long, or whose device is gone."""
+        """Stop all queue pairs, wait for what is posted to come back and count what arrived, then
+        destroy them. A destroyed one reads and writes nothing, also if the wait was too short or
+        the device is gone."""
         stopped = []
         for lane in self._lanes:
             with suppress(TransferError):

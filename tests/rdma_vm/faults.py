@@ -6,9 +6,10 @@
      |        '- unplugged
      '- killed, stopped; holds a wrong key, writes outside the region
 
-Every one ends in `PeerLost` with its cause and then `PeerFenced` on each side that is alive, with
-no byte that was not sent, and the same engines can be connected again. This needs such a machine,
-so pytest does not find it by itself: `python -m tests.rdma_vm one python -m pytest THIS_FILE`.
+Every one, but a link that is down for a moment and memory that cannot be locked, ends in `PeerLost`
+with its cause and then `PeerFenced` on each side that is alive, with no byte that was not sent, and
+the same engines can be connected again. This needs such a machine, so pytest does not find it by
+itself: `python -m tests.rdma_vm one python -m pytest THIS_FILE`.
 """
 
 import contextlib

@@ -24,8 +24,8 @@ add_device() { # DEVICE LINK ADDRESS
     RDMA_DEVICES+="$1/1/$index "
 }
 
-# The kernel would keep what one of its addresses says to another to itself, over lo, where there is
-# no RDMA. So from these two the tables that know the pair are asked before the one of own addresses.
+# Packets between two addresses of one kernel go over lo, where there is no RDMA. These rules are asked
+# before, and send them over the pair.
 join_pair() {
     ip link add roce0 type veth peer name roce1 || exit
     local i other
