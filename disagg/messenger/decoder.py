@@ -41,6 +41,7 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
+from disagg.messenger.sharding import expected_count
 from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class DecoderMessenger(Messenger):
                 self._end(attempt)
             return
         num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
-        count = messages.expected_count(self._memory.layout.num_layers, num_sent_pages)
+        count = expected_count(chosen.slices, self._memory.layout.num_layers, num_sent_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
@@ -173,6 +174,7 @@ class DecoderMessenger(Messenger):
             tail_slot=fetch.tail_slot,
             imm=attempt.imm,
             expected_count=count,
+            dp_rank=fetch.dp_rank,
         )
         self._send(attempt.peer, request)
 
