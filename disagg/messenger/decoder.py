@@ -267,6 +267,8 @@ class DecoderMessenger(Messenger):
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
+        layout, num_sent_pages = self._memory.layout, len(fetch.page_indices) - fetch.num_held_pages
+        num_pages = self._memory.tp * layout.num_layers * num_sent_pages
         exposed = span = None
         if lag is not None:
             words = self._memory.tail_words(fetch.tail_slot).tolist()
@@ -278,8 +280,7 @@ class DecoderMessenger(Messenger):
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=(attempt.count - 1) * self._memory.layout.page_bytes
-            + self._memory.tail.slot_bytes,
+            bytes=num_pages * layout.page_bytes + self._memory.tail.slot_bytes,
             retries=fetch.retries,
             exposed=exposed,
             span=span,
