@@ -152,8 +152,10 @@ class LayerWriter:
             end = len(request.page_indices)
         if first >= end:
             return
-        src = layout.page_offsets(layer, np.array(chunk.page_indices[first:end]))
-        dst = link.layout.page_offsets(layer, np.array(request.page_indices[first:end]))
+        src = layout.page_offsets(layer, np.fromiter(chunk.page_indices[first:end], np.int64))
+        dst = link.layout.page_offsets(
+            layer, np.fromiter(request.page_indices[first:end], np.int64)
+        )
         group = link.hello.kv_regions[request.dp_rank * link.hello.tp :]
         for s in attempt.slices:
             here, there = self._memory.kv_regions[s.source_rank], group[s.destination_rank]

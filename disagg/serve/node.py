@@ -211,11 +211,10 @@ class Node(Resource):
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
         cache, awaits_writes = self._kv_cache, bool(self.config.prefillers)
-        layout, model = cache.layout, self.model_config
-        vector_bytes = layout.head_dim * layout.itemsize
+        layout, heads = cache.layout, self.model_config.num_kv_heads
         return NodeMemory(
             layout=layout,
-            page=page_of(layout.order, layout.page_size, model.num_kv_heads, vector_bytes),
+            page=page_of(layout.order, layout.page_size, heads, layout.head_dim * layout.itemsize),
             tp=1,
             kv_regions=(_register(transfer, cache.memory, awaits_writes),),
             tail=cache.tail_layout,

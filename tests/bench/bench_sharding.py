@@ -48,7 +48,7 @@ def all_offsets(slices, layouts, num_layers, pages):
     num_writes = 0
     for layer in range(num_layers):
         src, dst = (
-            layout.page_offsets(layer, np.array(indices))
+            layout.page_offsets(layer, np.fromiter(indices, np.int64))
             for layout, indices in zip((here, there), pages, strict=True)
         )
         for s in slices:
