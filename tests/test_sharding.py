@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.kv_layout import PageOrder, heads_of_rank
@@ -64,6 +64,7 @@ def num_writes(slices: tuple[Slice, ...]) -> int:
     return sum(len(s.source_offsets) for s in slices)
 
 
+@settings(max_examples=500, deadline=None)
 @given(
     order=st.sampled_from(PageOrder),
     page_size=st.integers(1, 5),
