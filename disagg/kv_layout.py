@@ -105,6 +105,21 @@ class TailLayout:
         return slot * self.slot_bytes
 
 
+def heads_of_rank(num_kv_heads: int, tp: int, rank: int) -> range:
+    """The KV heads that one of `tp` ranks holds: an equal share or, if there are more ranks than
+    heads, the one head that it holds like its `tp / num_kv_heads - 1` neighbours.
+
+    ValueError if neither number divides the other.
+    """
+    if num_kv_heads % tp and tp % num_kv_heads:
+        raise ValueError(
+            f"{num_kv_heads} KV heads cannot be shared by {tp} ranks; expected a divisor or a"
+            f" multiple of {num_kv_heads}; choose another tp"
+        )
+    first = rank * num_kv_heads // tp
+    return range(first, first + max(1, num_kv_heads // tp))
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_size)

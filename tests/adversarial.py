@@ -100,7 +100,8 @@ class Network:
                 if conn.lost[end] and not conn.fenced[end] and self.may_fence(conn, end):
                     found.append(lambda c=conn, e=end: self.fence(c, e))
                 over = conn.lost[1 - end] or conn.ends[1 - end].dead
-                if over and not conn.lost[end] and not conn.ends[end].stopped:
+                runs = not (conn.ends[end].stopped or conn.ends[end].dead)
+                if over and not conn.lost[end] and runs:
                     found.append(lambda c=conn, e=end: self.lose(c, e, "connection reset"))
             if conn.uncounted:
                 index = self.rng.randrange(len(conn.uncounted))

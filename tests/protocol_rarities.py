@@ -331,6 +331,7 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
         tail_slot=0,
         imm=900,
         expected_count=3 * NUM_LAYERS + 1,
+        dp_rank=0,
     )
     wrongs: tuple[dict[str, object], ...] = (
         {"token_ids": (1,)},
@@ -344,6 +345,7 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
         {"imm": 2**32},
         {"expected_count": 9},
         {"expected_count": 11},
+        {"dp_rank": 1},
     )
     for wrong in wrongs:
         answers = ask_raw(world, msgspec.structs.replace(fine, **wrong))

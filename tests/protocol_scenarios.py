@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from disagg.kv_layout import PageOrder
 from disagg.messenger.messages import (
     PROTOCOL_VERSION,
     Cancel,
@@ -29,7 +30,16 @@ from disagg.messenger.messages import (
 )
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
 from tests.adversarial import FakeTransfer
-from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, PAGE_SIZE, Client, Code, World
+from tests.protocol_world import (
+    CONFIG,
+    IDENTITY,
+    NUM_LAYERS,
+    PAGE_SIZE,
+    Client,
+    Code,
+    Shards,
+    World,
+)
 
 Scenario = Callable[[Code], None]
 
@@ -38,7 +48,8 @@ def connected(seed: int, code: Code, **settings) -> World:
     """A world whose links are up."""
     world = World(seed, code=code, **settings)
     world.run_fairly(1.0)
-    assert len(world.links) == len(world.prefill_nodes), f"links did not come up: {world.links}"
+    num_links = len(world.prefill_nodes) * len(world.decode_nodes)
+    assert len(world.links) == num_links, f"links did not come up: {world.links}"
     return world
 
 
@@ -81,6 +92,75 @@ def chaos(code: Code, seeds: range = range(60)) -> None:
             if rng.random() < rate:
                 fault(world, rng)
         world.heal(wake=rng.random() < 0.8)
+
+
+#: Heads, ranks of the prefiller, ranks of each decoder, data-parallel groups of each decoder.
+PAIRS = (
+    (2, 2, (2,), 1),
+    (4, 4, (2,), 1),
+    (4, 2, (4, 1), 1),
+    (6, 3, (2, 6), 1),
+    (2, 4, (1, 2, 4), 1),
+    (1, 3, (2,), 1),
+    (1, 1, (1,), 3),
+    (2, 1, (2,), 2),
+)
+
+
+def ranks_that_shard_differently(code: Code) -> None:
+    """Every byte of every rank's pages comes once and is the right one, and no rank sits idle."""
+    for seed, (num_kv_heads, prefill_tp, decode_tps, decode_dp) in enumerate(PAIRS * 2):
+        world = connected(
+            seed,
+            code,
+            shards=Shards(
+                order=PageOrder.HND if seed < len(PAIRS) else PageOrder.NHD,
+                num_kv_heads=num_kv_heads,
+                prefill_tp=prefill_tp,
+                decode_tps=decode_tps,
+                decode_dp=decode_dp,
+            ),
+        )
+        for _ in range(8):
+            for node in world.decode_nodes:
+                world.submit(world.rng.randint(2, 11), node)
+        world.heal()
+        assert {client.ended for client in world.clients} == {"ready"}, world.failures
+        idle = set(range(prefill_tp)) - world.wrote
+        assert not idle, f"ranks {idle} of the prefiller wrote nothing"
+
+
+def ranks_in_chaos(code: Code) -> None:
+    """What holds for one rank a node holds for several: faults, cancels, what was posted."""
+    for seed, (num_kv_heads, prefill_tp, decode_tps, decode_dp) in enumerate(PAIRS):
+        rng = random.Random(seed)
+        shards = Shards(
+            order=PageOrder.NHD if seed % 2 else PageOrder.HND,
+            num_kv_heads=num_kv_heads,
+            prefill_tp=prefill_tp,
+            decode_tps=decode_tps,
+            decode_dp=decode_dp,
+        )
+        world = connected(seed, code, num_prefillers=2, on_failure="retry", shards=shards)
+        for _ in range(6):
+            world.submit(rng.randint(2, 8), rng.choice(world.decode_nodes))
+            world.run(rng.randint(20, 300))
+            if rng.random() < 0.5:
+                world.cancel(rng.choice(world.clients))
+            if rng.random() < 0.5:
+                fault(world, rng)
+        world.heal()
+
+
+def ranks_that_cannot_share_are_refused(code: Code) -> None:
+    """Rule 2: by name, with both values and the number of heads."""
+    world = connected(17, code, shards=Shards(num_kv_heads=6, prefill_tp=3, decode_tps=(2,)))
+    for tp, num_regions in ((4, 4), (5, 5), (2, 3), (2, 0)):
+        stranger = Stranger(world)
+        regions = (stranger.region.descriptor,) * num_regions
+        heard = stranger.hear(stranger.hello(Role.DECODER, tp=tp, kv_regions=regions))
+        [why] = [message.why for message in heard if isinstance(message, Goodbye)]
+        assert f"prefiller 3, decoder {tp} for 6 KV heads and {num_regions} KV regions" in why, why
 
 
 def fault(world: World, rng: random.Random) -> None:
@@ -311,6 +391,7 @@ def never_is_not_later(code: Code) -> None:
         tail_slot=0,
         imm=9999,
         expected_count=NUM_LAYERS * 4 + 1,
+        dp_rank=0,
     )
     node.transfer.events.append(MessageReceived(peer=conn.peers[end], data=encode(request)))
     node.messenger.poll(0)
@@ -430,11 +511,12 @@ class Stranger:
         hello = Hello(
             epoch=5_000_000,
             role=role,
-            identity=None if role == Role.PROBE else IDENTITY,
+            identity=None if role == Role.PROBE else self.world.identity,
             num_pages=8,
             num_tail_slots=2,
             max_prompt_tokens=0,
-            kv_region=b"" if role == Role.PROBE else self.region.descriptor,
+            tp=1,
+            kv_regions=() if role == Role.PROBE else (self.region.descriptor,),
             tail_region=self.region.descriptor,
         )
         return msgspec.structs.replace(hello, **changes)
@@ -488,6 +570,7 @@ def forged_messages_end_one_connection(code: Code) -> None:
         tail_slot=0,
         imm=3,
         expected_count=2 * NUM_LAYERS + 1,
+        dp_rank=0,
     )
     change = msgspec.structs.replace
     conversations: list[tuple[Role, dict, tuple[Message, ...]]] = [
@@ -504,8 +587,15 @@ def forged_messages_end_one_connection(code: Code) -> None:
         (Role.DECODER, {}, (Cancel(attempt_id=2**64 - 1),)),
         (Role.DECODER, {}, (CancelAck(attempt_id=1, posted=1),)),
         (Role.DECODER, {"num_pages": 2**32 - 1, "num_tail_slots": 2**32 - 1}, (request,)),
-        (Role.DECODER, {"kv_region": b""}, (request,)),
-        (Role.DECODER, {"kv_region": b"?", "tail_region": b"?"}, (request,)),
+        (Role.DECODER, {"kv_regions": ()}, (request,)),
+        (Role.DECODER, {"kv_regions": (b"?",), "tail_region": b"?"}, (request,)),
+        (Role.DECODER, {"kv_regions": (b"",)}, (request,)),
+        (Role.DECODER, {"tp": 2}, (request,)),
+        (Role.DECODER, {"tp": 0}, (request,)),
+        (Role.DECODER, {"tp": 2**32}, (request,)),
+        (Role.PROBE, {"tp": 256}, (request,)),
+        (Role.DECODER, {}, (change(request, dp_rank=1),)),
+        (Role.DECODER, {}, (change(request, dp_rank=-1),)),
         (Role.DECODER, {"identity": None}, (request,)),
         (Role.DECODER, {"num_pages": 0}, (request,)),
         (Role.PREFILLER, {}, (request,)),
@@ -558,6 +648,9 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
 
 SCENARIOS: tuple[Scenario, ...] = (
     without_faults,
+    ranks_that_shard_differently,
+    ranks_in_chaos,
+    ranks_that_cannot_share_are_refused,
     each_difference_is_refused,
     silence_ends_a_request,
     silent_decoder_is_given_up,

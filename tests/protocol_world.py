@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from disagg.config import MessengerConfig
@@ -33,19 +34,22 @@ from disagg.hooks import (
     StopPrefill,
     TransferStats,
 )
-from disagg.kv_layout import KVLayout, PageOrder, TailLayout, pages_for
+from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
 from disagg.messenger.decoder import DecoderMessenger
 from disagg.messenger.messages import Identity, PrefillRequest, ProtocolError, Role, decode
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Prefillers
+from disagg.messenger.sharding import page_of
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Memory
 from tests.adversarial import Connection, FakeTransfer, Network, Write
 
 PAGE_SIZE = 3
 NUM_LAYERS = 3
+#: Number of a node's tail region; its KV regions come after it and the scratch.
+TAIL_REGION, FIRST_KV_REGION = 0, 2
 FREED = 0xEE
 #: How far a prefiller's clock is ahead of the decoder's, in seconds.
 CLOCK_AHEAD = 77.25
@@ -61,7 +65,6 @@ IDENTITY = Identity(
     num_kv_heads=1,
     head_dim=1,
     hidden_size=8,
-    tp=1,
 )
 
 
@@ -75,10 +78,25 @@ class Code:
     imm_counter: type = ImmCounter
 
 
-def kv_byte(tokens: tuple[int, ...], layer: int, position: int) -> int:
-    """The toy model: what a layer's cache holds at a position. Never FREED, never 0."""
-    text = repr((tokens[: position + 1], layer)).encode()
-    return zlib.crc32(text) % 200 + 1
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Ranks that share the heads: of a prefiller, and of each group of each decoder."""
+
+    order: PageOrder = PageOrder.HND
+    num_kv_heads: int = 1
+    prefill_tp: int = 1
+    decode_tps: tuple[int, ...] = (1,)
+    decode_dp: int = 1
+
+
+def kv_bytes(tokens: tuple[int, ...], layer: int, position: int, heads: range) -> np.ndarray:
+    """The toy model: what a layer's cache holds at a position. Never FREED, never 0.
+
+    uint8 `[len(heads), 2 (K, V)]`.
+    """
+    start = zlib.crc32(repr((tokens[: position + 1], layer)).encode())
+    values = [[zlib.crc32(bytes((head, kv)), start) % 200 + 1 for kv in (0, 1)] for head in heads]
+    return np.array(values, np.uint8)
 
 
 def hidden_bytes(tokens: tuple[int, ...]) -> np.ndarray:
@@ -87,22 +105,31 @@ def hidden_bytes(tokens: tuple[int, ...]) -> np.ndarray:
 
 
 class Storage:
-    """One node's memory and who owns its pages and slots (None: free)."""
+    """The memory of one node and all its ranks; who owns its pages and slots (None: free)."""
 
     def __init__(
-        self, transfer: FakeTransfer, *, num_pages: int, num_slots: int, awaits_writes: bool
+        self,
+        transfer: FakeTransfer,
+        shards: Shards,
+        *,
+        tp: int,
+        dp: int = 1,
+        num_pages: int,
+        num_slots: int,
+        awaits_writes: bool,
     ) -> None:
+        self.heads = [heads_of_rank(shards.num_kv_heads, tp, rank) for rank in range(tp)] * dp
         self.layout = KVLayout(
-            order=PageOrder.HND,
+            order=shards.order,
             num_layers=NUM_LAYERS,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
-            num_kv_heads=1,
+            num_kv_heads=len(self.heads[0]),
             head_dim=1,
             itemsize=1,
         )
         self.tail = TailLayout(num_slots=num_slots, hidden_size=8, itemsize=1)
-        self.kv = np.full(self.layout.region_bytes, FREED, np.uint8)
+        self.kv = [np.full(self.layout.region_bytes, FREED, np.uint8) for _ in self.heads]
         self.tails = np.full(self.tail.region_bytes, FREED, np.uint8)
         self.scratch = np.zeros(64, np.uint8)
         regions = [
@@ -110,26 +137,35 @@ class Storage:
                 Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=writable)
             )
             for array, writable in (
-                (self.kv, awaits_writes),
                 (self.tails, awaits_writes),
                 (self.scratch, False),
+                *((kv, awaits_writes) for kv in self.kv),
             )
         ]
         self.memory = NodeMemory(
             layout=self.layout,
-            kv_region=regions[0],
+            page=page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
+            tp=tp,
+            kv_regions=tuple(regions[FIRST_KV_REGION:]),
             tail=self.tail,
-            tail_region=regions[1],
+            tail_region=regions[TAIL_REGION],
             tail_bytes=self.tails,
-            scratch_region=regions[2],
+            scratch_region=regions[1],
         )
         self.page_owner: list[int | None] = [None] * num_pages
         self.slot_owner: list[int | None] = [None] * num_slots
 
-    def page(self, layer: int, page: int) -> np.ndarray:
-        """One page of one layer: uint8 [2 (K, V), PAGE_SIZE]."""
-        offset = layer * self.layout.layer_bytes + page * self.layout.page_bytes
-        return self.kv[offset : offset + self.layout.page_bytes].reshape(2, PAGE_SIZE)
+    def page(self, layer: int, page: int) -> list[np.ndarray]:
+        """One page of one layer on each rank: uint8 [heads, 2 (K, V), PAGE_SIZE]."""
+        shape = (NUM_LAYERS, self.layout.num_pages, *self.layout.page_shape[:3])
+        pages = [kv.reshape(shape)[layer, page] for kv in self.kv]
+        hnd = self.layout.order == PageOrder.HND
+        return pages if hnd else [page.transpose(2, 0, 1) for page in pages]
+
+    def fill(self, tokens: tuple[int, ...], layer: int, position: int, page: int) -> None:
+        """The toy model's forward pass at a position, on each rank."""
+        for heads, found in zip(self.heads, self.page(layer, page), strict=True):
+            found[..., position % PAGE_SIZE] = kv_bytes(tokens, layer, position, heads)
 
     def slot(self, slot: int) -> np.ndarray:
         """One tail slot's bytes."""
@@ -159,7 +195,8 @@ class Storage:
             if held == owner:
                 self.page_owner[page] = None
                 for layer in range(NUM_LAYERS):
-                    self.page(layer, page)[:] = FREED
+                    for found in self.page(layer, page):
+                        found[:] = FREED
         for slot, held in enumerate(self.slot_owner):
             if held == owner:
                 self.slot_owner[slot] = None
@@ -190,7 +227,12 @@ class PrefillNode:
         name = f"prefiller {address} {epoch}"
         self.transfer = FakeTransfer(world.network, name, world.code.imm_counter)
         self.storage = Storage(
-            self.transfer, num_pages=world.prefill_pages, num_slots=2, awaits_writes=False
+            self.transfer,
+            world.shards,
+            tp=world.shards.prefill_tp,
+            num_pages=world.prefill_pages,
+            num_slots=2,
+            awaits_writes=False,
         )
         self.inbox: list[EngineEvent] = []
         self.jobs: dict[int, Job] = {}
@@ -212,6 +254,7 @@ class PrefillNode:
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=self.clock,
             post=self.take,
+            rng=random.Random(epoch),
         )
         self.messenger = world.code.prefiller(wiring, lambda: self.counter)
         self.transfer.listen(*address)
@@ -291,8 +334,7 @@ class PrefillNode:
             if self.layer < NUM_LAYERS:
                 for position in range(chunk.first_token, chunk.first_token + chunk.num_tokens):
                     page = chunk.page_indices[position // PAGE_SIZE]
-                    value = kv_byte(tokens, self.layer, position)
-                    self.storage.page(self.layer, page)[:, position % PAGE_SIZE] = value
+                    self.storage.fill(tokens, self.layer, position, page)
             elif chunk.tail_slot is not None:
                 slot = self.storage.slot(chunk.tail_slot)
                 slot[24:32] = hidden_bytes(tokens)
@@ -309,6 +351,7 @@ class Client:
     """One request as its client sees it: `ended` is None until it is answered."""
 
     tokens: tuple[int, ...]
+    node: DecodeNode
     attempt: int | None = None
     retries: int = 0
     cancelled: bool = False
@@ -317,13 +360,19 @@ class Client:
 
 
 class DecodeNode:
-    """The decoder process: messenger and a toy engine that checks every byte before it decodes."""
+    """A decoder process: messenger and a toy engine that checks every byte before it decodes."""
 
-    def __init__(self, world: World, epoch: int) -> None:
-        self.world, self.rng = world, world.rng
-        self.transfer = FakeTransfer(world.network, "decoder", world.code.imm_counter)
+    def __init__(self, world: World, tp: int, epoch: int) -> None:
+        self.world, self.rng, self.tp, self.dp = world, world.rng, tp, world.shards.decode_dp
+        self.transfer = FakeTransfer(world.network, f"decoder {epoch}", world.code.imm_counter)
         self.storage = Storage(
-            self.transfer, num_pages=world.decode_pages, num_slots=3, awaits_writes=True
+            self.transfer,
+            world.shards,
+            tp=tp,
+            dp=self.dp,
+            num_pages=world.decode_pages,
+            num_slots=3,
+            awaits_writes=True,
         )
         self.inbox: list[EngineEvent] = []
         self.waiting: list[Client] = []
@@ -333,7 +382,7 @@ class DecodeNode:
         self.next_attempt = 1
         memory = self.storage.memory
         hello = memory.hello(
-            epoch=epoch, role=Role.DECODER, identity=IDENTITY, max_prompt_tokens=100
+            epoch=epoch, role=Role.DECODER, identity=world.identity, max_prompt_tokens=100
         )
         wiring = Wiring(
             transfer=self.transfer,
@@ -388,6 +437,7 @@ class DecodeNode:
                 tail_slot=slot,
                 num_held_pages=self.hold(client.tokens, pages),
                 retries=client.retries,
+                dp_rank=self.rng.randrange(self.dp) if self.dp > 1 else 0,
             )
             self.fetching[number] = (client, fetch)
             self.messenger.on_fetch(fetch)
@@ -397,8 +447,7 @@ class DecodeNode:
         num_held = self.rng.randint(0, len(pages)) if self.rng.random() < 0.3 else 0
         for position in range(min(num_held * PAGE_SIZE, len(tokens) - 1)):
             for layer in range(NUM_LAYERS):
-                page = self.storage.page(layer, pages[position // PAGE_SIZE])
-                page[:, position % PAGE_SIZE] = kv_byte(tokens, layer, position)
+                self.storage.fill(tokens, layer, position, pages[position // PAGE_SIZE])
         return num_held
 
     def on_event(self, event: EngineEvent) -> None:
@@ -410,7 +459,7 @@ class DecodeNode:
                 if event.attempt in self.abandoned:
                     return  # it crossed the cancel; KVReleased follows
                 client, fetch = self.fetching.pop(event.attempt)
-                self.check_kv(fetch)
+                self.check_kv(fetch, event.transfer)
                 self.decoding.append(event.attempt)
                 client.ended = "ready"
             case KVFailed():
@@ -448,17 +497,31 @@ class DecodeNode:
     def finish_one(self) -> None:
         self.storage.free(self.decoding.pop(self.rng.randrange(len(self.decoding))))
 
-    def check_kv(self, fetch: FetchKV) -> None:
+    def check_kv(self, fetch: FetchKV, said: TransferStats) -> None:
         """Rule 9's last word: never decode a half-filled, early or foreign KV."""
+        asked = next(
+            asked
+            for asked in self.world.asked.values()
+            if asked.node is self and asked.attempt == fetch.attempt
+        )
         for layer in range(NUM_LAYERS):
             for position in range(len(fetch.token_ids) - 1):
                 page = fetch.page_indices[position // PAGE_SIZE]
-                found = self.storage.page(layer, page)[:, position % PAGE_SIZE]
-                expected = kv_byte(fetch.token_ids, layer, position)
-                assert (found == expected).all(), (
-                    f"attempt {fetch.attempt}, layer {layer}, position {position}:"
-                    f" found {found}, expected {expected}"
-                )
+                for rank, whole in enumerate(self.storage.page(layer, page)):
+                    if rank not in asked.ranks:
+                        continue
+                    found = whole[..., position % PAGE_SIZE]
+                    heads = self.storage.heads[rank]
+                    expected = kv_bytes(fetch.token_ids, layer, position, heads)
+                    assert (found == expected).all(), (
+                        f"attempt {fetch.attempt}, layer {layer}, position {position}, rank {rank}:"
+                        f" found {found}, expected {expected}"
+                    )
+        num_pages = NUM_LAYERS * len(asked.pages - asked.held) * self.tp
+        num_bytes = num_pages * self.storage.layout.page_bytes + self.storage.tail.slot_bytes
+        assert len(asked.landed) == num_bytes, f"{len(asked.landed)} of {num_bytes} bytes landed"
+        assert said.writes == asked.num_writes == asked.expected_count, f"{asked} is not {said}"
+        assert said.bytes == num_bytes, f"{num_bytes} bytes came, not {said}"
         found = self.storage.slot(fetch.tail_slot)[24:32]
         expected = hidden_bytes(fetch.token_ids)
         assert (found == expected).all(), f"attempt {fetch.attempt}: tail {found} is not {expected}"
@@ -468,11 +531,15 @@ class DecodeNode:
 class Asked:
     """What one PrefillRequest allows: seen on the wire, so no messenger can bend it."""
 
+    node: DecodeNode
     attempt: int
     pages: set[int]
     held: set[int]
     slot: int
-    landed: set[tuple[int, int]] = field(default_factory=set)
+    ranks: range
+    expected_count: int
+    num_writes: int = 0
+    landed: set[tuple[int, int]] = field(default_factory=set)  # (region, byte)
 
 
 class World:
@@ -486,7 +553,8 @@ class World:
         on_failure: str = "local",
         prefill_pages: int = 12,
         decode_pages: int = 16,
-        prefiller_identity: Identity = IDENTITY,
+        prefiller_identity: Identity | None = None,
+        shards: Shards | None = None,
         max_open_attempts: int = 1024,
         code: Code | None = None,
     ) -> None:
@@ -494,7 +562,12 @@ class World:
         self.now = 1000.0
         self.on_failure = on_failure
         self.prefill_pages, self.decode_pages = prefill_pages, decode_pages
-        self.prefiller_identity = prefiller_identity
+        self.shards = shards = shards or Shards()
+        self.medium_steps = 30 if shards == Shards() else 900  # for there are so many more writes
+        self.identity = msgspec.structs.replace(
+            IDENTITY, kv_layout=shards.order, num_kv_heads=shards.num_kv_heads
+        )
+        self.prefiller_identity = prefiller_identity or self.identity
         self.max_open_attempts = max_open_attempts
         self.code = code or Code()
         self.network = Network(self.rng)
@@ -509,10 +582,12 @@ class World:
         self.clients: list[Client] = []
         self.epochs = 1
         self.forge_tails = False
+        self.wrote: set[int] = set()  # ranks of prefillers
         self.prefill_nodes: list[PrefillNode] = []
         for port in range(num_prefillers):
             self.prefill_nodes.append(PrefillNode(self, ("host", port), self.new_epoch()))
-        self.decode_node = DecodeNode(self, self.new_epoch())
+        self.decode_nodes = [DecodeNode(self, tp, self.new_epoch()) for tp in shards.decode_tps]
+        self.decode_node = self.decode_nodes[0]
 
     def clock(self) -> float:
         return self.now
@@ -523,15 +598,16 @@ class World:
 
     # --- What a test decides ---
 
-    def submit(self, num_tokens: int) -> Client:
+    def submit(self, num_tokens: int, node: DecodeNode | None = None) -> Client:
+        node = node or self.decode_node
         tokens = tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
-        client = Client(tokens=tokens, submitted_at=self.now)
+        client = Client(tokens=tokens, node=node, submitted_at=self.now)
         self.clients.append(client)
-        self.decode_node.waiting.append(client)
+        node.waiting.append(client)
         return client
 
     def cancel(self, client: Client) -> None:
-        self.decode_node.cancel(client)
+        client.node.cancel(client)
 
     def stop(self, index: int) -> None:
         self.prefill_nodes[index].transfer.stopped = not self.prefill_nodes[index].transfer.dead
@@ -563,8 +639,8 @@ class World:
     # --- What happens by itself ---
 
     def actions(self) -> list[Callable[[], None]]:
-        found = self.network.actions() + self.decode_node.actions()
-        for node in self.prefill_nodes:
+        found = self.network.actions()
+        for node in (*self.decode_nodes, *self.prefill_nodes):
             found += node.actions()
         return found
 
@@ -580,10 +656,10 @@ class World:
         until = self.now + seconds
         while self.now < until:
             for _ in range(4):
-                for node in [self.decode_node, *self.prefill_nodes]:
+                for node in (*self.decode_nodes, *self.prefill_nodes):
                     for action in node.actions():
                         action()
-                for _ in range(30):
+                for _ in range(self.medium_steps):
                     medium = self.network.actions()
                     if not medium:
                         break
@@ -599,16 +675,16 @@ class World:
         self.run_fairly(CONFIG.request_timeout + 3 * CONFIG.peer_timeout)
         unanswered = [client for client in self.clients if client.ended is None]
         if not wake:  # quarantined pages and slots are "not now" for as long as the peer is stopped
-            unanswered = [c for c in unanswered if c not in self.decode_node.waiting]
+            unanswered = [c for c in unanswered if c not in c.node.waiting]
         assert not unanswered, f"{len(unanswered)} requests were never answered"
-        while self.decode_node.decoding:
-            self.decode_node.finish_one()
+        for node in self.decode_nodes:
+            while node.decoding:
+                node.finish_one()
         if not wake:
             return
-        assert len(self.decode_node.messenger._attempts) == 0, "attempts left open"
-        assert self.decode_node.storage.balanced, (
-            f"decoder pages {self.decode_node.storage.page_owner} left in use"
-        )
+        for node in self.decode_nodes:
+            assert len(node.messenger._attempts) == 0, "attempts left open"
+            assert node.storage.balanced, f"decoder pages {node.storage.page_owner} left in use"
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
@@ -624,43 +700,57 @@ class World:
             message = decode(data)
         except ProtocolError:
             return  # a scenario forges it
-        if isinstance(message, PrefillRequest) and conn.ends[end] is self.decode_node.transfer:
-            pages = message.page_indices
-            assert all(imm != message.imm for _, imm in self.asked), f"imm {message.imm} reused"
-            self.asked[id(conn), message.imm] = Asked(
+        node = next((n for n in self.decode_nodes if n.transfer is conn.ends[end]), None)
+        if isinstance(message, PrefillRequest) and node is not None:
+            pages, imm, first_rank = message.page_indices, message.imm, message.dp_rank * node.tp
+            used = {imm for (_, imm), asked in self.asked.items() if asked.node is node}
+            assert imm not in used, f"imm {imm} reused"
+            self.asked[id(conn), imm] = Asked(
+                node=node,
                 attempt=message.attempt_id & 0xFFFFFFFF,
                 pages=set(pages),
                 held=set(pages[: message.num_held_pages]),
                 slot=message.tail_slot,
+                ranks=range(first_rank, first_rank + node.tp),
+                expected_count=message.expected_count,
             )
 
     def check_write(self, write: Write) -> None:
         """As a write lands: is the place still the attempt's, is the source still the job's?"""
-        writer, reader = write.conn.ends, self.decode_node
-        if reader.transfer not in writer:
+        writer = write.conn.ends
+        reader = next((node for node in self.decode_nodes if node.transfer in writer), None)
+        if reader is None:
             return  # into a stranger's memory
         source_node = next(n for n in self.prefill_nodes if n.transfer in writer)
         asked = self.asked[id(write.conn), write.imm]
-        layout, held = reader.storage.layout, reader.storage
-        if write.region == 1:
+        layout, held, end = reader.storage.layout, reader.storage, write.offset + len(write.source)
+        if write.region == TAIL_REGION:
             slot = write.offset // held.tail.slot_bytes
-            place = (NUM_LAYERS, slot)
             assert slot == asked.slot, f"a tail landed in slot {slot}, not in {asked.slot}"
             assert held.slot_owner[slot] == asked.attempt, f"a tail landed in freed slot {slot}"
         else:
-            layer, inside = divmod(write.offset, layout.layer_bytes)
-            page = inside // layout.page_bytes
-            place = (layer, page)
+            rank = write.region - FIRST_KV_REGION
+            assert rank in asked.ranks, f"a write for {asked.ranks} landed on rank {rank}"
+            page = write.offset % layout.layer_bytes // layout.page_bytes
+            inside = write.offset % layout.page_bytes
+            assert inside + len(write.source) <= layout.page_bytes, "a write leaves its page"
             assert page in asked.pages - asked.held, f"a write landed in foreign page {page}"
             owner = held.page_owner[page]
             assert owner == asked.attempt, (
                 f"a write of attempt {asked.attempt} landed in page {page}, now {owner}'s"
             )
-        assert place not in asked.landed, f"layer and page {place} were written twice"
-        asked.landed.add(place)
-        if write.region == 1 and self.forge_tails:
+        place = {(write.region, byte) for byte in range(write.offset, end)}
+        assert not place & asked.landed, f"{place & asked.landed} were written twice"
+        asked.landed |= place
+        asked.num_writes += 1
+        self.wrote.add(write.source_region - FIRST_KV_REGION)
+        if write.region == TAIL_REGION and self.forge_tails:
             write.source = write.source.copy()
             write.source[0] ^= 0xFF
-        assert not (write.source == FREED).all(), (
-            f"the source of {place} on {source_node.address} was freed before its write completed"
-        )
+        source = source_node.storage
+        if write.source_region == TAIL_REGION:
+            owner = source.slot_owner[write.source_offset // source.tail.slot_bytes]
+        else:
+            inside = write.source_offset % source.layout.layer_bytes
+            owner = source.page_owner[inside // source.layout.page_bytes]
+        assert owner is not None, f"{source_node.address} freed the source of {place} too early"

@@ -14,6 +14,7 @@ SMALL = {
     "bench_messenger_cost": "--tokens 64 --pairs 1 --threads 1",
     "bench_peers": "--mib 1 --repeats 1",
     "bench_posting": "--pages 16 64 --repeats 2",
+    "bench_sharding": "--layers 2 --pages 4 --repeats 2",
     "bench_shm": "--mib 1 --repeats 1",
     "bench_tcp": "--mib 1 --repeats 1",
 }

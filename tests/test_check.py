@@ -319,7 +319,8 @@ def hello(role):
         num_pages=1,
         num_tail_slots=1,
         max_prompt_tokens=9,
-        kv_region=b"",
+        tp=1,
+        kv_regions=(b"",),
         tail_region=b"",
     )
 

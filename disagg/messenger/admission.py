@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from disagg.kv_layout import pages_for
 from disagg.messenger import messages
-from disagg.messenger.messages import Hello, Identity, Role, expected_count
+from disagg.messenger.messages import Hello, Identity, Role
+from disagg.messenger.sharding import Slice, expected_count
 from disagg.transfer.interface import TransferError
 
 #: Most pages a probe may ask for.
@@ -30,6 +31,12 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | Non
                 f"{field} differs: {ours.role} {mine}, {theirs.role} {other};"
                 " start both nodes with the same model and flags"
             )
+    tp, heads, num_ranks = theirs.tp, theirs.identity.num_kv_heads, len(theirs.kv_regions)
+    if (heads % tp and tp % heads) or not num_ranks or num_ranks % tp:
+        return (
+            f"tp does not fit: {ours.role} {ours.tp}, {theirs.role} {tp} for {heads} KV heads and"
+            f" {num_ranks} KV regions; expected a divisor or a multiple of {heads}, a region a rank"
+        )
     return None
 
 
@@ -51,7 +58,9 @@ def fits(prefiller: Hello, num_tokens: int) -> str | None:
     return None
 
 
-def request_problem(request: messages.PrefillRequest, *, ours: Hello, theirs: Hello) -> str | None:
+def request_problem(
+    request: messages.PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
+) -> str | None:
     """Why this request can never be served, or None."""
     assert ours.identity is not None, "a prefiller knows its model"
     num_tokens, pages = len(request.token_ids), request.page_indices
@@ -61,12 +70,15 @@ def request_problem(request: messages.PrefillRequest, *, ours: Hello, theirs: He
     num_pages = pages_for(num_tokens - 1, ours.identity.page_size)
     if len(pages) != num_pages or len(set(pages)) != num_pages:
         return f"expected {num_pages} different pages for {num_tokens} tokens, got {len(pages)}"
-    if max(pages) >= theirs.num_pages or request.tail_slot >= theirs.num_tail_slots:
+    num_groups = len(theirs.kv_regions) // theirs.tp
+    in_memory = max(pages) < theirs.num_pages and request.tail_slot < theirs.num_tail_slots
+    if not in_memory or request.dp_rank >= num_groups:
         return (
-            f"page indices must lie below {theirs.num_pages} and tail_slot below"
-            f" {theirs.num_tail_slots}, as said in Hello"
+            f"page indices must lie below {theirs.num_pages}, tail_slot below"
+            f" {theirs.num_tail_slots}, dp_rank below {num_groups}, as said in Hello"
         )
-    count = expected_count(ours.identity.num_layers, num_pages - request.num_held_pages)
+    num_sent_pages = num_pages - request.num_held_pages
+    count = expected_count(slices, ours.identity.num_layers, num_sent_pages)
     if count != request.expected_count:
         return f"expected_count {request.expected_count} is not the {count} writes there would be"
     return None

@@ -41,6 +41,7 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
+from disagg.messenger.sharding import expected_count
 from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class DecoderMessenger(Messenger):
                 self._end(attempt)
             return
         num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
-        count = messages.expected_count(self._memory.layout.num_layers, num_sent_pages)
+        count = expected_count(chosen.slices, self._memory.layout.num_layers, num_sent_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
@@ -173,6 +174,7 @@ class DecoderMessenger(Messenger):
             tail_slot=fetch.tail_slot,
             imm=attempt.imm,
             expected_count=count,
+            dp_rank=fetch.dp_rank,
         )
         self._send(attempt.peer, request)
 
@@ -265,6 +267,8 @@ class DecoderMessenger(Messenger):
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
+        layout, num_sent_pages = self._memory.layout, len(fetch.page_indices) - fetch.num_held_pages
+        num_pages = self._memory.tp * layout.num_layers * num_sent_pages
         exposed = span = None
         if lag is not None:
             words = self._memory.tail_words(fetch.tail_slot).tolist()
@@ -276,8 +280,7 @@ class DecoderMessenger(Messenger):
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=(attempt.count - 1) * self._memory.layout.page_bytes
-            + self._memory.tail.slot_bytes,
+            bytes=num_pages * layout.page_bytes + self._memory.tail.slot_bytes,
             retries=fetch.retries,
             exposed=exposed,
             span=span,

@@ -28,6 +28,7 @@ from disagg.kv_layout import KVLayout, Offsets, TailLayout
 from disagg.messenger.messages import Hello, PrefillFailed, PrefillRequest, encode
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.pace import Pace
+from disagg.messenger.sharding import Slice
 from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A greeted peer: where its pages lie, and its attempts by id."""
+    """A greeted peer: where a rank's pages lie, how ours map onto them, its attempts by id."""
 
     peer: Peer
     hello: Hello
     layout: KVLayout
+    plan: Sequence[Sequence[Slice]]
     attempts: dict[int, Attempt] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One PrefillRequest in work.
+    """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
 
     `num_writes` counts what was handed to the transfer engine, `open_tickets` maps what of it did
     not end yet to its number of writes. `posted` is how many were ever handed to the medium; None
@@ -55,6 +57,7 @@ class Attempt:
     link: Link
     request: PrefillRequest
     job: int
+    slices: Sequence[Slice]
     num_writes: int = 0
     open_tickets: dict[Ticket, int] = field(default_factory=dict)
     posted: int | None = None
@@ -149,10 +152,14 @@ class LayerWriter:
             end = len(request.page_indices)
         if first >= end:
             return
-        src = layout.page_offsets(layer, np.array(chunk.page_indices[first:end]))
-        dst = link.layout.page_offsets(layer, np.array(request.page_indices[first:end]))
-        here, there = self._memory.kv_region, link.hello.kv_region
-        self._write(attempt, f"layer {layer}", here, there, layout.page_bytes, src, dst)
+        src = layout.page_offsets(layer, np.fromiter(chunk.page_indices[first:end], np.int64))
+        dst = link.layout.page_offsets(
+            layer, np.fromiter(request.page_indices[first:end], np.int64)
+        )
+        group = link.hello.kv_regions[request.dp_rank * link.hello.tp :]
+        for s in attempt.slices:
+            here, there = self._memory.kv_regions[s.source_rank], group[s.destination_rank]
+            self._write(attempt, f"layer {layer}", here, there, s.nbytes, *s.offsets(src, dst))
 
     def _post_tail(self, attempt: Attempt, slot: int) -> None:
         tail, here, request = self._memory.tail, self._memory.tail_region, attempt.request

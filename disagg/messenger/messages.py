@@ -20,13 +20,15 @@ from typing import Annotated
 import msgspec
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 PositiveU32 = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
+#: Ranks that share the KV heads. No peer can make us plan for a million.
+TP = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
 
 class ProtocolError(Exception):
@@ -57,15 +59,15 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    tp: int
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message in each direction: who I am and where I may be written to.
 
-    `epoch` is random per process. `kv_region` and `tail_region` are transfer descriptors; a probe
-    has `identity` None, no KV region and its scratch as tail region. `max_prompt_tokens` is the
-    longest prompt the sender's model may see.
+    `epoch` is random per process. `kv_regions` (of each rank) and `tail_region` are transfer
+    descriptors; a probe has `identity` None, no KV region and its scratch as tail region. The KV
+    heads are shared by `tp` ranks; if there are more, each `tp` of them are a data-parallel group.
+    `max_prompt_tokens` is the longest prompt the sender's model may see.
     """
 
     epoch: U64
@@ -74,7 +76,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: U32
     num_tail_slots: U32
     max_prompt_tokens: U32
-    kv_region: bytes
+    tp: TP
+    kv_regions: tuple[bytes, ...]
     tail_region: bytes
 
 
@@ -83,7 +86,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `page_indices` are the decoder's `ceil((N-1) / page_size)` pages, of which the first
     `num_held_pages` need not be sent. Every write carries `imm`; the decoder waits for
-    `expected_count` of them.
+    `expected_count` of them. `dp_rank` says which data-parallel group of ranks has the pages.
     """
 
     attempt_id: U64
@@ -93,11 +96,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tail_slot: U32
     imm: PositiveU32
     expected_count: PositiveU32
-
-
-def expected_count(num_layers: int, num_sent_pages: int) -> int:
-    """Immediates of an attempt: each sent page of each layer is one write, and so is the tail."""
-    return num_layers * num_sent_pages + 1
+    dp_rank: U32
 
 
 class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):

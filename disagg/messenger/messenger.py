@@ -7,6 +7,7 @@
 The halves are `decoder.py` and `prefiller.py`.
 """
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -22,7 +23,10 @@ from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, Tr
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """What a messenger and its parts are built on. `post` tells the engine, `clock` is seconds."""
+    """What a messenger and its parts are built on. `post` tells the engine, `clock` is seconds.
+
+    `rng` draws the replica set of each request.
+    """
 
     transfer: TransferEngine
     memory: NodeMemory
@@ -31,6 +35,7 @@ class Wiring:
     clock: Callable[[], float]
     post: Callable[[EngineEvent], None]
     trace: Trace = field(default_factory=Trace)
+    rng: random.Random = field(default_factory=random.Random)
 
 
 class Messenger(ABC):

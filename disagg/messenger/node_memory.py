@@ -1,6 +1,6 @@
 """The registered memory of one node, as the messenger is handed it: regions, layouts, tail slots.
 
-kv_region    | layer 0: pages | layer 1: pages | ...      (kv_layout.KVLayout)
+kv_regions   | layer 0: pages | layer 1: pages | ...      (kv_layout.KVLayout), one for each rank
 tail_region  | slot 0: words, hidden state | ...          (kv_layout.TailLayout)
 scratch      | the pattern that a probe may ask for |
 """
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, Identity, Role
+from disagg.messenger.sharding import Page
 from disagg.transfer.interface import MemoryRegion
 
 #: Bytes of a node's scratch region.
@@ -20,10 +21,15 @@ PROBE_BYTES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMemory:
-    """`tail_bytes` is a view of the whole tail region: uint8 `[tail.region_bytes]`."""
+    """`layout` is that of each rank, `page` one of the whole model, whose heads `tp` ranks share.
+
+    `tail_bytes` is a view of the whole tail region: uint8 `[tail.region_bytes]`.
+    """
 
     layout: KVLayout
-    kv_region: MemoryRegion
+    page: Page
+    tp: int
+    kv_regions: tuple[MemoryRegion, ...]
     tail: TailLayout
     tail_region: MemoryRegion
     tail_bytes: npt.NDArray[np.uint8]
@@ -43,7 +49,8 @@ class NodeMemory:
             num_pages=self.layout.num_pages,
             num_tail_slots=self.tail.num_slots,
             max_prompt_tokens=max_prompt_tokens,
-            kv_region=self.kv_region.descriptor,
+            tp=self.tp,
+            kv_regions=tuple(region.descriptor for region in self.kv_regions),
             tail_region=self.tail_region.descriptor,
         )
 

@@ -19,11 +19,13 @@ from dataclasses import replace
 import numpy as np
 
 from disagg.hooks import PrefillChunk, StartPrefill
+from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_probe, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
+from disagg.messenger.sharding import make_plan
 from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class PrefillerMessenger(Messenger):
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
         self._writer = LayerWriter(wiring, read_counter)
+        self._rng = wiring.rng
         self._links: dict[Peer, Link] = {}
         self._next_job = 1
 
@@ -92,8 +95,11 @@ class PrefillerMessenger(Messenger):
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
-        layout = replace(self._memory.layout, num_pages=hello.num_pages)
-        self._links[peer] = Link(peer=peer, hello=hello, layout=layout)
+        memory, tp = self._memory, 1 if hello.role == Role.PROBE else hello.tp
+        heads = len(heads_of_rank(memory.page[1], tp, 0))
+        layout = replace(memory.layout, num_pages=hello.num_pages, num_kv_heads=heads)
+        plan = make_plan(memory.page, memory.tp, tp)
+        self._links[peer] = Link(peer=peer, hello=hello, layout=layout, plan=plan)
         self._send(peer, self._hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
@@ -102,7 +108,8 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        why = request_problem(request, ours=self._hello, theirs=link.hello)
+        slices = self._rng.choice(link.plan)
+        why = request_problem(request, ours=self._hello, theirs=link.hello, slices=slices)
         permanent = why is not None
         if why is None and len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"
@@ -113,7 +120,7 @@ class PrefillerMessenger(Messenger):
             except ValueError as error:  # the engine's own word on what it can never compute
                 permanent, why = True, str(error)
             else:
-                self._writer.open(Attempt(link=link, request=request, job=job))
+                self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
         if why is not None:
             attempt_id = request.attempt_id
             self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=permanent, why=why))

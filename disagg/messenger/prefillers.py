@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from disagg.messenger.admission import fits, refusal
 from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
+from disagg.messenger.sharding import Slice, make_plan
 from disagg.transfer.interface import Peer
 
 Address = tuple[str, int]
@@ -33,6 +34,7 @@ class Prefiller:
     address: Address
     peer: Peer = 0
     hello: Hello | None = None
+    slices: tuple[Slice, ...] = ()
     retry_at: float = 0.0
     num_attempts: int = 0
     num_failures: int = 0
@@ -104,6 +106,8 @@ class Prefillers:
             prefiller.retired = True
             raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
         prefiller.epoch, prefiller.delay, prefiller.hello = hello.epoch, 0.0, hello
+        memory = self._wiring.memory
+        prefiller.slices = make_plan(memory.page, hello.tp, memory.tp)[0]
         self._on_link(prefiller.address, True, "ready")
 
     def on_beat(self, peer: Peer, clock_ns: int) -> None:

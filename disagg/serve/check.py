@@ -123,7 +123,8 @@ class _Probe:
             num_pages=0,
             num_tail_slots=0,
             max_prompt_tokens=0,
-            kv_region=b"",
+            tp=1,
+            kv_regions=(),
             tail_region=self._descriptor,
         )
         self._engine.send(self._peer, messages.encode(hello))

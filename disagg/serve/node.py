@@ -37,6 +37,7 @@ from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import PROBE_BYTES, NodeMemory, probe_pattern
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
+from disagg.messenger.sharding import page_of
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.weights import fingerprint, load_model, read_config
 from disagg.request import Request
@@ -210,9 +211,12 @@ class Node(Resource):
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
         cache, awaits_writes = self._kv_cache, bool(self.config.prefillers)
+        layout, heads = cache.layout, self.model_config.num_kv_heads
         return NodeMemory(
-            layout=cache.layout,
-            kv_region=_register(transfer, cache.memory, awaits_writes),
+            layout=layout,
+            page=page_of(layout.order, layout.page_size, heads, layout.head_dim * layout.itemsize),
+            tp=1,
+            kv_regions=(_register(transfer, cache.memory, awaits_writes),),
             tail=cache.tail_layout,
             tail_region=_register(transfer, cache.tail_memory, awaits_writes),
             tail_bytes=cache.tail_memory.bytes,
@@ -288,5 +292,4 @@ def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         hidden_size=model.hidden_size,
-        tp=1,
     )

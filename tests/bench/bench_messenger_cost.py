@@ -27,6 +27,7 @@ from disagg.messenger.messages import Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefillers import Prefillers
+from disagg.messenger.sharding import page_of
 from disagg.model.weights import read_config
 from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
@@ -58,7 +59,9 @@ def count_only(pipe, num_tokens, address):
         with make_engine("shm") as transfer:
             memory = NodeMemory(
                 layout=cache.layout,
-                kv_region=_register(transfer, cache.memory, True),
+                page=page_of("HND", cache.layout.page_size, model.num_kv_heads, 4 * model.head_dim),
+                tp=1,
+                kv_regions=(_register(transfer, cache.memory, True),),
                 tail=cache.tail_layout,
                 tail_region=_register(transfer, cache.tail_memory, True),
                 tail_bytes=cache.tail_memory.bytes,

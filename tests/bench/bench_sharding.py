@@ -1,0 +1,157 @@
+"""What a request's pages cost to turn into offset arrays, between nodes that shard differently.
+
+    python -m tests.bench.bench_sharding --prefill-tp 8 --decode-tp 4 --layers 94 --pages 256
+
+`plan` is made once for each peer. `offsets` is all of a request: for each layer its pages as
+arrays, and from them the offsets of each slice. `posted` is the same through the prefiller's own
+`LayerWriter`, with a transfer engine that takes the arrays and does nothing.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from disagg.config import MessengerConfig
+from disagg.hooks import PrefillChunk
+from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
+from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
+from disagg.messenger.messages import Hello, PrefillRequest, Role
+from disagg.messenger.messenger import Wiring
+from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.sharding import expected_count, make_plan, page_of
+
+
+class TakesAll:
+    """A transfer engine that moves nothing; counts writes."""
+
+    def __init__(self):
+        self.num_tickets = self.num_writes = 0
+
+    def write_pages(self, peer, src, dst, page_bytes, src_offsets, dst_offsets, imm):
+        self.num_tickets += 1
+        self.num_writes += len(src_offsets)
+        return self.num_tickets
+
+
+def timed(function, *arguments):
+    """CPU seconds of this thread, and what was returned."""
+    start = time.thread_time()
+    found = function(*arguments)
+    return time.thread_time() - start, found
+
+
+def all_offsets(slices, layouts, num_layers, pages):
+    """What `LayerWriter` does to a prompt's pages, without all the rest."""
+    here, there = layouts
+    num_writes = 0
+    for layer in range(num_layers):
+        src, dst = (
+            layout.page_offsets(layer, np.fromiter(indices, np.int64))
+            for layout, indices in zip((here, there), pages, strict=True)
+        )
+        for s in slices:
+            num_writes += len(s.offsets(src, dst)[0])
+    return num_writes
+
+
+def writer_of(given, layouts, plan, pages):
+    """A `LayerWriter` before a step that computes the whole prompt, and its transfer engine."""
+    here, there = layouts
+    tail = TailLayout(num_slots=1, hidden_size=8, itemsize=2)
+    transfer, regions = TakesAll(), (None,) * given.prefill_tp
+    memory = NodeMemory(
+        layout=here,
+        page=(1, 1, 1),
+        tp=given.prefill_tp,
+        kv_regions=regions,
+        tail=tail,
+        tail_region=None,
+        tail_bytes=np.zeros(tail.region_bytes, np.uint8),
+        scratch_region=None,
+    )
+    hello = Hello(
+        epoch=1,
+        role=Role.DECODER,
+        identity=None,
+        num_pages=there.num_pages,
+        num_tail_slots=1,
+        max_prompt_tokens=1 << 20,
+        tp=given.decode_tp,
+        kv_regions=(b"",) * given.decode_tp,
+        tail_region=b"",
+    )
+    num_tokens = given.pages * given.page_size
+    request = PrefillRequest(
+        attempt_id=1,
+        token_ids=(0,) * (num_tokens + 1),
+        page_indices=pages[1],
+        num_held_pages=0,
+        tail_slot=0,
+        imm=1,
+        expected_count=expected_count(plan[0], given.layers, given.pages),
+        dp_rank=0,
+    )
+    wiring = Wiring(
+        transfer=transfer,
+        memory=memory,
+        hello=hello,
+        config=MessengerConfig(),
+        clock=time.monotonic,
+        post=lambda event: None,
+    )
+    writer = LayerWriter(wiring, lambda: given.layers + 1)
+    link = Link(peer=1, hello=hello, layout=there, plan=plan)
+    writer.open(Attempt(link=link, request=request, job=1, slices=plan[0]))
+    chunk = PrefillChunk(
+        job=1, first_token=0, num_tokens=num_tokens, page_indices=pages[0], tail_slot=0
+    )
+    writer.add_step(0, (chunk,))
+    return writer, transfer
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for flag, default in (
+        *(("--heads", 8), ("--head-dim", 128), ("--page-size", 16), ("--layers", 94)),
+        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--pages", 256), ("--repeats", 15)),
+    ):
+        parser.add_argument(flag, type=int, default=default)
+    given = parser.parse_args(arguments)
+    print(
+        f"{given.heads} heads, tp {given.prefill_tp} : {given.decode_tp}, {given.layers} layers,"
+        f" {given.pages} pages: ms of one core, median of {given.repeats} (least)"
+    )
+    rng = np.random.default_rng(1)
+    pages = [tuple(rng.permutation(2 * given.pages)[: given.pages].tolist()) for _ in range(2)]
+    print(f"{'':>6} {'writes':>9} {'plan':>14} {'offsets':>16} {'posted':>16}")
+    for order in PageOrder:
+        layouts = [
+            KVLayout(
+                order=order,
+                num_layers=given.layers,
+                num_pages=2 * given.pages,
+                page_size=given.page_size,
+                num_kv_heads=len(heads_of_rank(given.heads, tp, 0)),
+                head_dim=given.head_dim,
+                itemsize=2,
+            )
+            for tp in (given.prefill_tp, given.decode_tp)
+        ]
+        page = page_of(order, given.page_size, given.heads, 2 * given.head_dim)
+        columns = ([], [], [])
+        for _ in range(given.repeats):
+            seconds, plan = timed(make_plan, page, given.prefill_tp, given.decode_tp)
+            columns[0].append(seconds)
+            columns[1].append(timed(all_offsets, plan[0], layouts, given.layers, pages)[0])
+            writer, transfer = writer_of(given, layouts, plan, pages)
+            columns[2].append(timed(writer.post_finished_layers)[0])
+            if transfer.num_writes != expected_count(plan[0], given.layers, given.pages):
+                raise SystemExit(f"{transfer.num_writes} writes were posted")
+        cells = [f"{1e3 * statistics.median(c):.2f} ({1e3 * min(c):.2f})" for c in columns]
+        print(f"{order:>6} {transfer.num_writes:>9} {cells[0]:>14} {cells[1]:>16} {cells[2]:>16}")
+
+
+if __name__ == "__main__":
+    main()
