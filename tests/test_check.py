@@ -358,7 +358,10 @@ REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True
     ("answers", "why"),
     [
         ([messages.encode(hello("decoder"))], "expected a prefiller, got Hello("),
-        ([b"\x63" + OURS[1:]], f"ours {messages.PROTOCOL_VERSION}, theirs 99; run one release on both"),
+        (
+            [b"\x63" + OURS[1:]],
+            f"ours {messages.PROTOCOL_VERSION}, theirs 99; run one release on both",
+        ),
         (
             [messages.encode(messages.Goodbye(why="closing"))],
             "expected a prefiller, got Goodbye(why='closing')",
