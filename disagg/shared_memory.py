@@ -34,6 +34,14 @@ class SharedMemory(Descriptor):
             raise
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, dtype=np.uint8)
 
+    def __getstate__(self) -> tuple[int, int]:
+        """For a child process that inherits the descriptor."""
+        return self.nbytes, self.fd
+
+    def __setstate__(self, state: tuple[int, int]) -> None:
+        nbytes, fd = state
+        SharedMemory.__init__(self, nbytes, fd=fd)
+
     @property
     def address(self) -> int:
         """Address of the first byte in this process."""

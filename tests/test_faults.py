@@ -419,14 +419,14 @@ def test_what_arrives_is_what_was_computed(model, oracle, starved, kv_layout):
             # Positions 0..12 travel; on the last page the decoder has added position 13.
             count = min(P, 13 - P * page)
             for ours, theirs in zip(
-                nodes.prefiller._kv_cache.layers, nodes.decoder._kv_cache.layers, strict=True
+                nodes.prefiller._kv_caches[0].layers, nodes.decoder._kv_cache.layers, strict=True
             ):
                 kv = ours[source].narrow(axis, 0, count)
                 assert kv.abs().min() > 0
                 assert kv.equal(theirs[destination].narrow(axis, 0, count))
-        hidden = nodes.prefiller._kv_cache.tail_hidden[tail]
+        hidden = nodes.prefiller._kv_caches[0].tail_hidden[tail]
         assert hidden.abs().min() > 0
-        assert hidden.equal(nodes.decoder._kv_cache.tail_hidden[slot])
+        assert hidden.equal(nodes.decoder._kv_caches[0].tail_hidden[slot])
 
 
 def record_places(nodes):

@@ -23,6 +23,7 @@ from functools import partial
 
 from disagg import hooks
 from disagg.engine.attempts import Attempts
+from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
 from disagg.engine.scheduler import Scheduler, Span, Step
@@ -37,7 +38,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | Ranks,
         scheduler: Scheduler,
         *,
         prefill_hooks: hooks.PrefillHooks | None = None,

@@ -9,32 +9,44 @@ with the transfer engine.
     counter      | 64-bit word |                                      engine adds, messenger reads
 """
 
+from functools import cached_property
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from disagg.config import ITEMSIZE, CacheConfig, ModelConfig
-from disagg.kv_layout import KVLayout, TailLayout
+from disagg.kv_layout import KVLayout, TailLayout, heads_of_rank
 from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory
 
 
 class KVCache(Resource):
-    """All KV pages and tail slots of one replica, zeroed.
+    """All KV pages and tail slots of one of `tp` ranks, zeroed.
 
     `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
     `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
     `tail_hidden` is a view of the hidden state of every slot, `[num_tail_slots, hidden_size]` in
     `config.dtype`; `tail_forward_end_ns` of that word of every slot: uint64 `[num_tail_slots]`.
+    Pickled for a child process that inherits both descriptors, it has the same memory there.
     """
 
-    def __init__(self, config: CacheConfig, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        model: ModelConfig,
+        tp: int = 1,
+        shared: tuple[SharedMemory, SharedMemory] | None = None,
+    ) -> None:
+        self._made_of = config, model, tp
+        self.dtype = config.dtype
         self.layout = KVLayout(
             order=config.kv_layout,
             num_layers=model.num_layers,
             num_pages=config.num_pages,
             page_size=config.page_size,
-            num_kv_heads=model.num_kv_heads,
+            num_kv_heads=len(heads_of_rank(model.num_kv_heads, tp, 0)),
             head_dim=model.head_dim,
             itemsize=ITEMSIZE[config.dtype],
         )
@@ -43,8 +55,10 @@ class KVCache(Resource):
             hidden_size=model.hidden_size,
             itemsize=ITEMSIZE[config.dtype],
         )
-        self.memory = SharedMemory(self.layout.region_bytes, name="disagg-kv")
-        self.tail_memory = SharedMemory(self.tail_layout.region_bytes, name="disagg-tail")
+        self.memory, self.tail_memory = shared or (
+            SharedMemory(self.layout.region_bytes, name="disagg-kv"),
+            SharedMemory(self.tail_layout.region_bytes, name="disagg-tail"),
+        )
 
         dtype = getattr(torch, config.dtype)
         pages = torch.frombuffer(self.memory.buffer, dtype=dtype)
@@ -58,6 +72,9 @@ class KVCache(Resource):
         self.tail_hidden = slots[:, first : first + model.hidden_size]
         words = self.tail_memory.bytes.view(np.uint64).reshape(config.num_tail_slots, -1)
         self.tail_forward_end_ns = words[:, TailLayout.FORWARD_END_NS]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return KVCache, (*self._made_of, (self.memory, self.tail_memory))
 
     def close(self) -> None:
         """Close both descriptors; views stay valid while they are held. May be called twice."""
@@ -75,7 +92,10 @@ class LayerCounter(SharedMemory):
 
     def __init__(self) -> None:
         super().__init__(8, name="disagg-counter")
-        self._word = self.bytes.view(np.uint64)
+
+    @cached_property
+    def _word(self) -> npt.NDArray[np.uint64]:
+        return self.bytes.view(np.uint64)
 
     def add(self) -> None:
         """Count one more layer, or the end of a step."""

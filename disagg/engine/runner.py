@@ -12,6 +12,7 @@ in one without a tail: a step always adds `num_layers + 1`, which the messenger'
 import time
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,7 +22,25 @@ from disagg.engine.sampling import Sampled, sample
 from disagg.engine.scheduler import Span
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.gqa import LlamaModel
+from disagg.model.rank_group import RankGroup
+from disagg.model.weights import load_model
 from disagg.trace import Trace
+
+
+def make_runner(
+    folder: Path,
+    kv_cache: KVCache,
+    counter: LayerCounter,
+    group: RankGroup | None = None,
+    trace: Trace | None = None,
+) -> "Runner":
+    """The model in `folder`, loaded in the dtype of the cache, on that memory; one rank's share of
+    both if it is one of a `group`. ValueError as `load_model`."""
+    model = load_model(folder, kv_cache.dtype, group or RankGroup())
+    attention = TorchPagedAttention(
+        kv_cache.layout, num_qo_heads=model.num_qo_heads, dtype=getattr(torch, kv_cache.dtype)
+    )
+    return Runner(model, attention, kv_cache, counter, trace)
 
 
 class Runner:

@@ -19,12 +19,15 @@ from torch.nn import functional as F
 from disagg.config import ModelConfig
 from disagg.model import layers
 from disagg.model.attention import TorchPagedAttention
+from disagg.model.rank_group import RankGroup
 
 
 class DecoderLayer:
-    """One layer's parts; `qkv` stacks query, key and value heads."""
+    """One layer's parts, of them this rank's share; `qkv` stacks query, key and value heads."""
 
-    def __init__(self, config: ModelConfig, read: layers.ReadTensor, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
+    ) -> None:
         prefix = f"model.layers.{layer}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -34,29 +37,37 @@ class DecoderLayer:
         gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
         bias, mlp_bias = config.attention_bias, config.mlp_bias
         self.input_norm = _read_norm(config, read, f"{prefix}input_layernorm")
-        self.qkv = layers.read_linear(read, attention, qkv, hidden, bias)
-        self.o_proj = layers.read_linear(read, attention, {"o_proj": hidden}, q_rows, bias)
+        self.qkv = layers.read_columns(
+            read, group, attention, qkv, hidden, bias, unit=config.head_dim
+        )
+        self.o_proj = layers.read_row(read, group, f"{attention}o_proj", (hidden, q_rows), bias)
         self.post_attention_norm = _read_norm(config, read, f"{prefix}post_attention_layernorm")
         self.mlp = layers.GatedMLP(
-            gate_up=layers.read_linear(read, mlp, gate_up, hidden, mlp_bias),
-            down=layers.read_linear(read, mlp, {"down_proj": hidden}, intermediate, mlp_bias),
+            gate_up=layers.read_columns(read, group, mlp, gate_up, hidden, mlp_bias),
+            down=layers.read_row(read, group, f"{mlp}down_proj", (hidden, intermediate), mlp_bias),
         )
 
 
 class LlamaModel:
-    """A LlamaForCausalLM for inference. `config` is its shape; it keeps nothing between calls."""
+    """A LlamaForCausalLM for inference, or one rank's share of it. `config` is the shape of the
+    whole, `num_qo_heads` what this rank has of them; it keeps nothing between calls."""
 
-    def __init__(self, config: ModelConfig, read: layers.ReadTensor) -> None:
+    def __init__(self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup) -> None:
         """Take the weights through `read`; ValueError if one is missing or of a wrong shape."""
         self.config = config
+        self.num_qo_heads = config.num_qo_heads // group.tp
+        self._group = group
         vocab_shape = (config.vocab_size, config.hidden_size)
-        self._embedding = read("model.embed_tokens.weight", vocab_shape)
+        self._embedding = group.cut_vocabulary(read("model.embed_tokens.weight", vocab_shape))
+        self._first_token = group.rank * len(self._embedding)
         self._dtype = layers.compute_dtype(self._embedding.dtype)
-        self._layers = [DecoderLayer(config, read, layer) for layer in range(config.num_layers)]
+        self._layers = [
+            DecoderLayer(config, read, group, layer) for layer in range(config.num_layers)
+        ]
         self._norm = _read_norm(config, read, "model.norm")
         head = self._embedding
         if not config.tie_word_embeddings:
-            head = read("lm_head.weight", vocab_shape)
+            head = group.cut_vocabulary(read("lm_head.weight", vocab_shape))
         self._head = layers.Linear(head)
         self._frequencies = layers.rope_frequencies(config.head_dim, config.rope_parameters)
 
@@ -76,24 +87,31 @@ class LlamaModel:
         written into it. `attention` has been planned for this step. `on_layer()` is called once
         per layer, as the module's picture shows.
         """
-        hidden = F.embedding(token_ids, self._embedding).to(self._dtype)  # [T, hidden_size]
+        hidden, sum_of = self._embed(token_ids), self._group.sum
         cos, sin = layers.rope_tables(positions, self._frequencies, hidden.dtype)
-        num_qo_heads, num_kv_heads = self.config.num_qo_heads, self.config.num_kv_heads
         heads_shape = (hidden.shape[0], -1, self.config.head_dim)
         for layer, pages in zip(self._layers, kv_pages, strict=True):
-            qkv = layer.qkv(layer.input_norm(hidden)).view(heads_shape)  # [T, all heads, head_dim]
-            layers.apply_rope(qkv[:, :-num_kv_heads], cos, sin)
-            attention.append(qkv[:, num_qo_heads:], pages)
-            attended = attention.run(qkv[:, :num_qo_heads], pages)
-            hidden = hidden + layer.o_proj(attended.flatten(1))
+            qkv = layer.qkv(layer.input_norm(hidden)).view(heads_shape)  # [T, heads, head_dim]
+            q, kv = qkv[:, : self.num_qo_heads], qkv[:, self.num_qo_heads :]
+            layers.apply_rope(qkv[:, : -(kv.shape[1] // 2)], cos, sin)
+            attention.append(kv, pages)
+            hidden = hidden + sum_of(layer.o_proj(attention.run(q, pages).flatten(1)))
             on_layer()
-            hidden = hidden + layer.mlp(layer.post_attention_norm(hidden))
+            hidden = hidden + sum_of(layer.mlp(layer.post_attention_norm(hidden)))
         return self._norm(hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 `[R, vocab_size]`, from forward's rows `[R, H]`."""
-        return self._head(hidden).float()
+        joined = self._group.join(self._head(hidden).float())
+        return joined[:, : self.config.vocab_size]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """`[T, hidden_size]`, from whichever rank has a token's row; the others add zeros."""
+        rows = token_ids - self._first_token
+        is_here = (rows >= 0) & (rows < len(self._embedding))
+        found = F.embedding(rows.where(is_here, 0), self._embedding).to(self._dtype)
+        return self._group.sum(found.masked_fill_(~is_here[:, None], 0.0))
 
 
 def _read_norm(config: ModelConfig, read: layers.ReadTensor, name: str) -> layers.RMSNorm:

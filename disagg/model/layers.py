@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from disagg.model.rank_group import RankGroup
+
 #: Tokens of a step that weights are laid out for. One laid out for 1 is up to twice as slow at 16;
 #: one laid out for 16 loses nothing at 1.
 PACKED_FOR = 16
@@ -114,18 +116,36 @@ class GatedMLP:
         return self.down(F.silu(gate).mul_(up))
 
 
-def read_linear(
-    read: ReadTensor, prefix: str, out_features: Mapping[str, int], in_features: int, bias: bool
+def read_columns(
+    read: ReadTensor,
+    group: RankGroup,
+    prefix: str,
+    out_features: Mapping[str, int],
+    in_features: int,
+    bias: bool,
+    unit: int = 1,
 ) -> Linear:
-    """One Linear from the matrices `prefix + name`, stacked in the order of `out_features`.
+    """This rank's outputs of the matrices `prefix + name`, stacked in the order of `out_features`;
+    each is cut in whole heads of `unit` features.
 
     A fused map reads its input once and is one kernel call instead of several.
     """
-    weights = [
-        read(f"{prefix}{name}.weight", (rows, in_features)) for name, rows in out_features.items()
-    ]
-    biases = [read(f"{prefix}{name}.bias", (rows,)) for name, rows in out_features.items() if bias]
+    weights, biases = [], []
+    for name, rows in out_features.items():
+        weights.append(group.cut(read(f"{prefix}{name}.weight", (rows, in_features)), 0, unit))
+        if bias:
+            biases.append(group.cut(read(f"{prefix}{name}.bias", (rows,)), 0, unit))
     return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+
+def read_row(
+    read: ReadTensor, group: RankGroup, name: str, shape: tuple[int, int], bias: bool
+) -> Linear:
+    """This rank's inputs of a matrix `[out_features, in_features]`. What it maps to is a part of a
+    sum over all ranks, to which rank 0 adds the bias."""
+    added = read(f"{name}.bias", shape[:1]) if bias else None
+    weight = group.cut(read(f"{name}.weight", shape), 1)
+    return Linear(weight, added if group.rank == 0 else None)
 
 
 def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:

@@ -24,6 +24,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from disagg.config import ModelConfig
 from disagg.model.gqa import LlamaModel
+from disagg.model.rank_group import RankGroup
 
 #: dtypes of stored weights that `Checkpoint.read` converts.
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,14 +34,15 @@ SAMPLED_BLOCKS = 16
 SAMPLED_BLOCK_BYTES = 4096
 
 
-def load_model(folder: Path, dtype: str) -> LlamaModel:
-    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16").
+def load_model(folder: Path, dtype: str, group: RankGroup | None = None) -> LlamaModel:
+    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16"); of a `group`, this
+    rank's share of them.
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
     config = read_config(folder)
     checkpoint = Checkpoint(folder, getattr(torch, dtype))
-    model = LlamaModel(config, checkpoint.read)
+    model = LlamaModel(config, checkpoint.read, group or RankGroup())
     checkpoint.refuse_unread(tied=config.tie_word_embeddings)
     return model
 

@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
 
 from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.engine.runner import Runner
+from disagg.engine.ranks import Ranks
+from disagg.engine.runner import make_runner
 from disagg.engine.scheduler import Scheduler
 from disagg.hooks import EngineEvent
 from disagg.messenger.decoder import DecoderMessenger
@@ -38,8 +38,8 @@ from disagg.messenger.node_memory import PROBE_BYTES, NodeMemory, probe_pattern
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
 from disagg.messenger.sharding import page_of
-from disagg.model.attention import TorchPagedAttention
-from disagg.model.weights import fingerprint, load_model, read_config
+from disagg.model.rank_group import check_shares
+from disagg.model.weights import fingerprint, read_config
 from disagg.request import Request
 from disagg.resource import Resource
 from disagg.serve.answer import Answer, News
@@ -57,11 +57,13 @@ logger = logging.getLogger(__name__)
 class NodeConfig:
     """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
 
-    `transport` is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
+    `tp` is how many ranks share the model; more than one are processes of their own. `transport`
+    is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
     """
 
     model: Path
     cache: CacheConfig
+    tp: int = 1
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
     listen: Address | None = None
@@ -81,6 +83,7 @@ class Node(Resource):
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.model_config = read_config(config.model)
+        check_shares(self.model_config, config.tp)
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -89,7 +92,10 @@ class Node(Resource):
         self._link_news: SimpleQueue[tuple[Address | None, str]] = SimpleQueue()
         self._last_news: dict[Address, str] = {}
         self._linked = False
-        self._kv_cache = KVCache(config.cache, self.model_config)
+        #: Of each rank. The tails are those of rank 0.
+        self._kv_caches = [
+            KVCache(config.cache, self.model_config, config.tp) for _ in range(config.tp)
+        ]
         self._counter = LayerCounter()
         role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
         self._trace = Trace(role, on=config.trace is not None)
@@ -97,6 +103,7 @@ class Node(Resource):
         self._scratch.bytes[:] = probe_pattern()
         self._transfer: TransferEngine | None = None
         self._messenger: PrefillerMessenger | DecoderMessenger | None = None
+        self._ranks: Ranks | None = None
         self._engine: Engine | None = None
         self.address: Address | None = None
         try:
@@ -156,9 +163,11 @@ class Node(Resource):
         for thread in self._threads:
             if thread.is_alive():  # an interrupt may have come before its start
                 thread.join()
+        if self._ranks is not None:
+            self._ranks.close()
         if self._transfer is not None:
             self._transfer.close()
-        for resource in (self._kv_cache, self._counter, self._scratch):
+        for resource in (*self._kv_caches, self._counter, self._scratch):
             resource.close()
         if self.config.trace is not None:
             self._trace.write(self.config.trace)
@@ -166,16 +175,16 @@ class Node(Resource):
     # --- Wiring ---
 
     def _build_engine(self) -> Engine:
-        config, cache = self.config, self.config.cache
-        attention = TorchPagedAttention(
-            self._kv_cache.layout,
-            num_qo_heads=self.model_config.num_qo_heads,
-            dtype=getattr(torch, cache.dtype),
-        )
-        model, messenger = load_model(config.model, cache.dtype), self._messenger
+        config, messenger = self.config, self._messenger
+        if config.tp > 1:
+            self._ranks = Ranks(config.model, self._kv_caches, self._counter)
+            threading.Thread(
+                target=self._run, args=("engine", self._ranks.watch), daemon=True
+            ).start()
+        [cache, *_] = self._kv_caches
         return Engine(
-            Runner(model, attention, self._kv_cache, self._counter, self._trace),
-            Scheduler(config.scheduler, cache, self.model_config),
+            self._ranks or make_runner(config.model, cache, self._counter, trace=self._trace),
+            Scheduler(config.scheduler, config.cache, self.model_config),
             prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
             decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
             trace=self._trace,
@@ -210,13 +219,15 @@ class Node(Resource):
         return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache, awaits_writes = self._kv_cache, bool(self.config.prefillers)
+        cache, awaits_writes = self._kv_caches[0], bool(self.config.prefillers)
         layout, heads = cache.layout, self.model_config.num_kv_heads
         return NodeMemory(
             layout=layout,
             page=page_of(layout.order, layout.page_size, heads, layout.head_dim * layout.itemsize),
-            tp=1,
-            kv_regions=(_register(transfer, cache.memory, awaits_writes),),
+            tp=self.config.tp,
+            kv_regions=tuple(
+                _register(transfer, each.memory, awaits_writes) for each in self._kv_caches
+            ),
             tail=cache.tail_layout,
             tail_region=_register(transfer, cache.tail_memory, awaits_writes),
             tail_bytes=cache.tail_memory.bytes,

@@ -62,6 +62,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
+    own.add_argument("--tp", type=positive, default=1, help="ranks that share the model's heads")
     own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)

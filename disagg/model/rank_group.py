@@ -1,0 +1,134 @@
+"""Tensor parallelism: each rank holds a share of every matrix, and sums and joins make one model.
+
+    column-parallel   rank r has some of a map's outputs     qkv, gate and up, head: joined
+    row-parallel      rank r has some of a map's inputs      o_proj, down: parts of a sum
+
+    x --> [gate up]_0 --> [down]_0 --> part 0 --.
+    x --> [gate up]_1 --> [down]_1 --> part 1 --+--> sum, the same on all ranks
+
+A sum of parts takes gloo about a millisecond for the few numbers of a decode step, most of it for
+waking threads. Ranks of one host have memory in common, so what fits goes through that instead:
+
+    block    turn 0 | part 0 | part 1 | ...    turn 1 | part 0 | part 1 | ...
+    flags    how many parts each rank has ever put there; it reads when all have put as many
+
+A rank that puts its part of one turn has seen all parts of the turn before, so whoever is slow
+still reads from the other half.
+"""
+
+import os
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from disagg.config import ModelConfig
+from disagg.kv_layout import heads_of_rank
+from disagg.shared_memory import SharedMemory
+
+#: The largest part that goes through shared memory.
+MAX_PART_BYTES = 1 << 22
+#: A rank that is this much later than another is not coming any more.
+SECONDS = 60.0
+
+
+def block_bytes(tp: int) -> int:
+    """Bytes of the shared block of `tp` ranks."""
+    return 2 * tp * MAX_PART_BYTES + 8 * tp
+
+
+def check_shares(model: ModelConfig, tp: int) -> None:
+    """ValueError, one line, if `tp` ranks cannot share this model."""
+    heads_of_rank(model.num_kv_heads, tp, 0)
+    for name in ("num_qo_heads", "intermediate_size"):
+        size = getattr(model, name)
+        if size % tp:
+            raise ValueError(
+                f"{name} {size} of the model cannot be shared by {tp} ranks; choose a --tp that"
+                " divides it"
+            )
+
+
+class RankGroup:
+    """The ranks of a model as one of them sees them; without arguments, the only one.
+
+    All ranks make the same calls in the same order. `block` is zeroed memory of `block_bytes(tp)`
+    that all of them map, `meeting` the descriptor of an empty file where they find each other.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        tp: int = 1,
+        block: SharedMemory | None = None,
+        meeting: int = -1,
+    ) -> None:
+        self.rank = rank
+        self.tp = tp
+        self._turn = 0
+        if block is not None:
+            parts = torch.frombuffer(
+                block.buffer, dtype=torch.uint8, count=block_bytes(tp) - 8 * tp
+            )
+            self._parts = parts.view(2, tp, MAX_PART_BYTES)
+            self._flags = block.bytes[-8 * tp :].view(np.uint64)
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            timeout = timedelta(seconds=SECONDS)
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file:///proc/self/fd/{meeting}",
+                rank=rank,
+                world_size=tp,
+                timeout=timeout,
+            )
+
+    def cut(self, tensor: Tensor, axis: int, unit: int = 1) -> Tensor:
+        """This rank's share of an axis that consists of heads of `unit` elements, a view."""
+        heads = heads_of_rank(tensor.shape[axis] // unit, self.tp, self.rank)
+        return tensor.narrow(axis, heads.start * unit, len(heads) * unit)
+
+    def cut_vocabulary(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of `[vocab_size, hidden_size]`, filled up with zeros so that all ranks
+        have as many."""
+        missing = -len(tensor) % self.tp
+        return self.cut(F.pad(tensor, (0, 0, 0, missing)) if missing else tensor, 0)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, which have one shape; the same bits on all ranks."""
+        if self.tp == 1:
+            return part
+        if (parts := self._exchange(part)) is not None:
+            return parts.sum(0)
+        dist.all_reduce(part)
+        return part
+
+    def join(self, part: Tensor) -> Tensor:
+        """All ranks' parts, which have one shape, side by side in the last axis."""
+        if self.tp == 1:
+            return part
+        if (parts := self._exchange(part)) is not None:
+            return torch.cat(list(parts), -1)
+        gathered = [torch.empty_like(part) for _ in range(self.tp)]
+        dist.all_gather(gathered, part.contiguous())
+        return torch.cat(gathered, -1)
+
+    def _exchange(self, part: Tensor) -> Tensor | None:
+        """All ranks' parts, `[tp, *part.shape]`, until the next turn but one; None if too large."""
+        if part.nbytes > MAX_PART_BYTES:
+            return None
+        half = self._parts[self._turn % 2, :, : part.nbytes].view(part.dtype)
+        parts = half.view(self.tp, *part.shape)
+        parts[self.rank].copy_(part)
+        self._turn += 1
+        # Stores are seen in their order (x86): a part before its flag.
+        self._flags[self.rank] = self._turn
+        end = time.monotonic() + SECONDS
+        while int(self._flags.min()) < self._turn:
+            os.sched_yield()
+            if time.monotonic() > end:
+                raise TimeoutError(f"a rank is late by {SECONDS:g} s: turns {self._flags}")
+        return parts
