@@ -59,6 +59,7 @@ MAX_PACKAGE_LINES = 5500
 #: Modules without a test file of their own, and the one whose subject they are part of.
 TESTED_IN = {
     "disagg.config": "test_scheduler",
+    "disagg.model.shape": "test_weights",
     "disagg.hooks": "test_engine",
     "disagg.kv_layout": "test_kv_cache",
     "disagg.request": "test_scheduler",

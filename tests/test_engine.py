@@ -32,7 +32,6 @@ from disagg.hooks import (
 )
 from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
-from disagg.model.weights import load_model
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from tests.balance import engine_balance
 from tests.fake_model import (
@@ -42,7 +41,7 @@ from tests.fake_model import (
     fake_runner,
     fake_scheduler,
 )
-from tests.tiny_models import greedy, make_tiny_llama
+from tests.tiny_models import greedy, loaded, make_tiny_llama
 
 P = 4
 CONFIG = fake_config()
@@ -717,7 +716,7 @@ def llama(tmp_path_factory):
 @pytest.mark.parametrize("split", [False, True])
 def test_a_llama_gives_the_tokens_of_transformers(llama, split, budget, order):
     folder, oracle = llama
-    model = load_model(folder, "float32")
+    model = loaded(folder, "float32")
 
     def make_runner(cache: CacheConfig) -> Runner:
         kv_cache = KVCache(cache, model.config)

@@ -13,11 +13,10 @@ from disagg.kv_layout import KVLayout, PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.gqa import LlamaModel
 from disagg.model.layers import Linear
-from disagg.model.weights import load_model
 from disagg.serve.default_model import default_model
 from disagg.serve.tokenizer import Tokenizer
 from tests.test_tokenizer import text_of
-from tests.tiny_models import LLAMA3_ROPE, greedy, make_tiny_llama, reference_logits
+from tests.tiny_models import LLAMA3_ROPE, greedy, loaded, make_tiny_llama, reference_logits
 
 ORDERS = list(PageOrder)
 PAGE_SIZE, NUM_PAGES = 4, 40
@@ -116,7 +115,7 @@ def scattered_pages(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_prefill_in_one_step(variant: Path, order: PageOrder) -> None:
-    stepper = Stepper(load_model(variant, "float32"), order)
+    stepper = Stepper(loaded(variant, "float32"), order)
     (logits,) = stepper.step([(PROMPT, 0, scattered_pages(8))])
     assert_logits(logits, reference_logits(variant, PROMPT))
 
@@ -125,7 +124,7 @@ def test_prefill_in_one_step(variant: Path, order: PageOrder) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 5, 30])
 def test_chunks_and_decodes(variant: Path, order: PageOrder, chunk_size: int) -> None:
     """Chunk size 1 is decoding from the first token on."""
-    stepper = Stepper(load_model(variant, "float32"), order)
+    stepper = Stepper(loaded(variant, "float32"), order)
     pages = scattered_pages(8)
     parts = [
         stepper.step([(PROMPT[first : first + chunk_size], first, pages)])[0]
@@ -136,7 +135,7 @@ def test_chunks_and_decodes(variant: Path, order: PageOrder, chunk_size: int) ->
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_decodes_and_chunks_in_one_batch(variant: Path, order: PageOrder) -> None:
-    stepper = Stepper(load_model(variant, "float32"), order)
+    stepper = Stepper(loaded(variant, "float32"), order)
     pages = scattered_pages(21)
     long, short, late = pages[:8], pages[8:11], pages[11:]
     expected = reference_logits(variant, PROMPT)
@@ -151,7 +150,7 @@ def test_decodes_and_chunks_in_one_batch(variant: Path, order: PageOrder) -> Non
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_which_pages_are_used_does_not_matter(plain: Path, order: PageOrder) -> None:
-    model = load_model(plain, "float32")
+    model = loaded(plain, "float32")
     first, second, third = (
         Stepper(model, order).step([(PROMPT[:11], 0, pages)])[0]
         for pages in ([0, 1, 2], [7, 2, 5], [2, 7, 5])
@@ -162,7 +161,7 @@ def test_which_pages_are_used_does_not_matter(plain: Path, order: PageOrder) -> 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_both_page_orders_give_the_same_logits(plain: Path, order: PageOrder) -> None:
-    model = load_model(plain, "float32")
+    model = loaded(plain, "float32")
     logits = [
         Stepper(model, o).step([(PROMPT, 0, scattered_pages(8))])[0] for o in (order, ORDERS[0])
     ]
@@ -170,7 +169,7 @@ def test_both_page_orders_give_the_same_logits(plain: Path, order: PageOrder) ->
 
 
 def test_on_layer_comes_once_per_layer_when_that_layers_kv_is_in_its_pages(plain: Path) -> None:
-    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    stepper = Stepper(loaded(plain, "float32"), PageOrder.HND)
     pages = scattered_pages(8)
     written: list[list[bool]] = []
 
@@ -185,7 +184,7 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    stepper = Stepper(loaded(plain, "float32"), PageOrder.HND)
     by_weight_shape = {(128, 64): "qkv", (64, 64): "o_proj", (192, 64): "gate_up", (64, 96): "down"}
 
     def note(owner: object, name: str, event: Callable[..., str]) -> None:
@@ -207,7 +206,7 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
 
 
 def test_as_many_page_tensors_as_layers(plain: Path) -> None:
-    stepper = Stepper(load_model(plain, "float32"), PageOrder.HND)
+    stepper = Stepper(loaded(plain, "float32"), PageOrder.HND)
     stepper.kv_pages.pop()
     with pytest.raises(ValueError, match="zip"):
         stepper.step([(PROMPT, 0, scattered_pages(8))])
@@ -230,7 +229,7 @@ def generate(stepper: Stepper, prompt: list[int], max_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_greedy_tokens_are_those_of_transformers(variant: Path, order: PageOrder) -> None:
-    stepper = Stepper(load_model(variant, "float32"), order)
+    stepper = Stepper(loaded(variant, "float32"), order)
     assert generate(stepper, PROMPT, 40) == greedy(variant, PROMPT, 40)
 
 
@@ -238,15 +237,12 @@ def test_greedy_ends_with_the_checkpoints_end_token(tmp_path: Path, plain: Path)
     expected = greedy(plain, PROMPT, 12)
     folder = make_tiny_llama(tmp_path, eos_token_id=[expected[5], 1000])
     end = expected.index(expected[5]) + 1
-    assert (
-        generate(Stepper(load_model(folder, "float32"), PageOrder.HND), PROMPT, 12)
-        == expected[:end]
-    )
+    assert generate(Stepper(loaded(folder, "float32"), PageOrder.HND), PROMPT, 12) == expected[:end]
     assert greedy(folder, PROMPT, 12) == expected[:end]
 
 
 def test_bfloat16_follows_float32(plain: Path) -> None:
-    model = load_model(plain, "bfloat16")
+    model = loaded(plain, "bfloat16")
     (logits,) = Stepper(model, PageOrder.HND, dtype=torch.bfloat16).step(
         [(PROMPT, 0, scattered_pages(8))]
     )
@@ -268,7 +264,7 @@ def smollm2() -> Path:
 def test_smollm2_knows_the_capital_of_france(smollm2: Path) -> None:
     tokenizer = Tokenizer(smollm2)
     prompt = tokenizer.encode("What is the capital of France?", chat=True)
-    stepper = Stepper(load_model(smollm2, "float32"), PageOrder.HND, page_size=16, num_pages=8)
+    stepper = Stepper(loaded(smollm2, "float32"), PageOrder.HND, page_size=16, num_pages=8)
     tokens = generate(stepper, prompt, 16)
     assert tokens == greedy(smollm2, prompt, 16)
     assert text_of(tokenizer, tokens) == "The capital of France is Paris."

@@ -16,10 +16,11 @@ from disagg.model.layers import (
     RMSNorm,
     apply_rope,
     compute_dtype,
-    read_linear,
+    read_columns,
     rope_frequencies,
     rope_tables,
 )
+from disagg.model.rank_group import RankGroup
 
 PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
 LLAMA3 = {
@@ -83,7 +84,7 @@ def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -
         asked.append((name, shape))
         return stored[name]
 
-    linear = read_linear(read, "block.", {"first": 5, "second": 3}, 4, bias)
+    linear = read_columns(read, RankGroup(), "block.", {"first": 5, "second": 3}, 4, bias)
 
     x = torch.randn(2, 4, generator=generator)
     parts = []

@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from disagg.model.weights import read_config
+from disagg.model.shape import read_config
 from disagg.request import FinishReason, Request
 from disagg.serve.default_model import default_model
 from disagg.serve.node import Node

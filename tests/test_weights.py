@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from disagg.model.weights import Checkpoint, fingerprint, load_model, read_config
-from tests.tiny_models import LLAMA3_ROPE, make_tiny_llama
+from disagg.model.shape import read_config
+from disagg.model.weights import Checkpoint, fingerprint
+from tests.tiny_models import LLAMA3_ROPE, loaded, make_tiny_llama
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -95,8 +96,8 @@ def test_shards_hold_the_same_model_as_one_file(plain: Path, tmp_path: Path) -> 
     one, many = Checkpoint(plain, torch.float32), Checkpoint(sharded, torch.float32)
     assert one.stored.keys() == many.stored.keys()
     assert all(torch.equal(tensor, many.stored[name]) for name, tensor in one.stored.items())
-    load_model(sharded, "float32")
-    assert fingerprint(sharded) == fingerprint(plain)
+    loaded(sharded, "float32")
+    assert fingerprint(sharded, read_config(sharded)) == fingerprint(plain, read_config(plain))
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
@@ -108,7 +109,7 @@ def test_tensors_are_converted_to_the_dtype_asked_for(
     read = Checkpoint(folder, getattr(torch, dtype)).read(Q_PROJ, (64, 64))
     assert read.dtype == getattr(torch, dtype)
     assert torch.equal(read, load_file(folder / "model.safetensors")[Q_PROJ].to(read.dtype))
-    load_model(folder, dtype)
+    loaded(folder, dtype)
 
 
 def test_tensors_that_need_no_conversion_stay_in_the_mapped_file(plain: Path) -> None:
@@ -123,7 +124,7 @@ def test_tensors_that_need_no_conversion_stay_in_the_mapped_file(plain: Path) ->
 def refusal(folder: Path) -> str:
     """The one line with which a folder is refused."""
     with pytest.raises(ValueError) as caught:
-        load_model(folder, "float32")
+        loaded(folder, "float32")
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -247,13 +248,13 @@ def test_tensors_that_older_checkpoints_carry_along_are_ignored(copy: Path) -> N
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     change_tensors(copy, lambda tensors: tensors.update({name: torch.ones(8)}))
     change_config(copy, tie_word_embeddings=True)  # and lm_head.weight is still there
-    load_model(copy, "float32")
+    loaded(copy, "float32")
 
 
 def test_fingerprint_is_stable(plain: Path, copy: Path) -> None:
-    assert fingerprint(copy) == fingerprint(plain)
-    assert len(fingerprint(plain)) == 32
-    int(fingerprint(plain), 16)
+    assert fingerprint(copy, read_config(copy)) == fingerprint(plain, read_config(plain))
+    assert len(fingerprint(plain, read_config(plain))) == 32
+    int(fingerprint(plain, read_config(plain)), 16)
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], object]] = {
@@ -273,7 +274,7 @@ def test_fingerprint_sees_the_weights(
     plain: Path, copy: Path, change: Callable[[dict[str, Tensor]], object]
 ) -> None:
     change_tensors(copy, change)
-    assert fingerprint(copy) != fingerprint(plain)
+    assert fingerprint(copy, read_config(copy)) != fingerprint(plain, read_config(plain))
 
 
 @pytest.mark.parametrize(
@@ -289,14 +290,14 @@ def test_fingerprint_sees_the_config_fields_that_shape_the_kv(
 ) -> None:
     change_config(copy, **fields)
     (copy / "generation_config.json").unlink()
-    assert (fingerprint(copy) != fingerprint(plain)) == seen
+    assert (fingerprint(copy, read_config(copy)) != fingerprint(plain, read_config(plain))) == seen
 
 
 def test_fingerprint_samples_large_tensors_everywhere(tmp_path: Path) -> None:
     """Each sixteenth of a 1 MiB tensor counts."""
     folder = make_tiny_llama(tmp_path, vocab_size=4096, num_hidden_layers=1)
-    prints = {fingerprint(folder)}
+    prints = {fingerprint(folder, read_config(folder))}
     for part in range(16):
         change_tensors(folder, lambda t, part=part: t["lm_head.weight"].chunk(16)[part].neg_())
-        prints.add(fingerprint(folder))
+        prints.add(fingerprint(folder, read_config(folder)))
     assert len(prints) == 17

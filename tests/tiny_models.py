@@ -20,6 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from disagg.model.gqa import LlamaModel
+from disagg.model.shape import read_config
+from disagg.model.weights import load_model
+
 #: A rope scaling that changes every frequency band at the tiny models' lengths.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -72,6 +76,11 @@ def make_tiny_llama(
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def loaded(folder: Path, dtype: str) -> LlamaModel:
+    """The undivided model in a folder."""
+    return load_model(folder, read_config(folder), dtype)
 
 
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:

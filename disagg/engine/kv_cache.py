@@ -40,7 +40,7 @@ class KVCache(Resource):
         shared: tuple[SharedMemory, SharedMemory] | None = None,
     ) -> None:
         self._made_of = config, model, tp
-        self.dtype = config.dtype
+        self.model, self.dtype = model, config.dtype
         self.layout = KVLayout(
             order=config.kv_layout,
             num_layers=model.num_layers,

@@ -36,7 +36,7 @@ def make_runner(
 ) -> "Runner":
     """The model in `folder`, loaded in the dtype of the cache, on that memory; one rank's share of
     both if it is one of a `group`. ValueError as `load_model`."""
-    model = load_model(folder, kv_cache.dtype, group or RankGroup())
+    model = load_model(folder, kv_cache.model, kv_cache.dtype, group)
     attention = TorchPagedAttention(
         kv_cache.layout, num_qo_heads=model.num_qo_heads, dtype=getattr(torch, kv_cache.dtype)
     )

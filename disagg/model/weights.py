@@ -1,13 +1,12 @@
-"""A Hugging Face checkpoint folder: its shape, its tensors, its fingerprint.
+"""The tensors of a Hugging Face checkpoint folder, and its fingerprint. Its shape is `shape.py`.
 
-    folder | config.json [generation_config.json]               -> ModelConfig
-           | model.safetensors                     -mapped-+
+    folder | model.safetensors                     -mapped-+
            | or model.safetensors.index.json + shards -----+-> Checkpoint.read(name, shape) -> model
-                                                           +-> fingerprint(folder)
+                                                           +-> fingerprint(folder, config)
 
 Files are memory mapped. A tensor that the model uses as it is stays in the mapping; one that is
-fused with others or converted is copied, one at a time. Whatever the model could only compute
-wrongly (an unknown architecture, a tensor left over, quantised weights) is refused by name.
+fused with others, converted or shared by ranks is copied, one at a time and no more of it than this
+rank's share. A tensor that is missing or left over is refused by name.
 """
 
 import dataclasses
@@ -20,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
 
 from disagg.config import ModelConfig
 from disagg.model.gqa import LlamaModel
@@ -34,58 +32,31 @@ SAMPLED_BLOCKS = 16
 SAMPLED_BLOCK_BYTES = 4096
 
 
-def load_model(folder: Path, dtype: str, group: RankGroup | None = None) -> LlamaModel:
-    """The model in `folder`, its weights in `dtype` ("float32" or "bfloat16"); of a `group`, this
-    rank's share of them.
+def load_model(
+    folder: Path, config: ModelConfig, dtype: str, group: RankGroup | None = None
+) -> LlamaModel:
+    """The model of shape `config` in `folder`, its weights in `dtype` ("float32" or "bfloat16");
+    for one of a `group`, its share of them.
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
-    config = read_config(folder)
     checkpoint = Checkpoint(folder, getattr(torch, dtype))
     model = LlamaModel(config, checkpoint.read, group or RankGroup())
     checkpoint.refuse_unread(tied=config.tie_word_embeddings)
     return model
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Shape of the model in `folder`, with transformers' defaults for what config.json leaves out.
-
-    End tokens are those of generation_config.json, or of config.json where that names none.
-    """
-    _read_json(folder, "config.json")  # its errors are clearer
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError) as error:
-        text = str(error).partition("\n")[0]
-        raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
-    _refuse_unsupported(folder, config)
-    eos = config.eos_token_id
-    if (folder / "generation_config.json").exists():
-        eos = _read_json(folder, "generation_config.json").get("eos_token_id", eos)
-    names = [field.name for field in dataclasses.fields(ModelConfig)]
-    shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    # Names that are ours alone: what a config has by them means something else, if anything.
-    shape |= {
-        "num_layers": config.num_hidden_layers,
-        "num_qo_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "max_positions": config.max_position_embeddings,
-        "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
-    }
-    return ModelConfig(**shape)
-
-
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, config: ModelConfig) -> str:
     """32 hex digits that differ between models whose KV must not be mixed.
 
     Covers the config as far as it shapes what is computed, every tensor's name, shape and stored
     dtype, and a sample of its bytes (all of them up to 64 KiB). How the tensors are spread over
     files does not count. Milliseconds for a model of 270 MB.
     """
-    config = dataclasses.asdict(read_config(folder))
+    shape = dataclasses.asdict(config)
     # These two say when to stop, not what to compute.
-    del config["eos_token_ids"], config["max_positions"]
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    del shape["eos_token_ids"], shape["max_positions"]
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for name, tensor in sorted(Checkpoint(folder, torch.float32).stored.items()):
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(_sample(tensor))
@@ -132,33 +103,8 @@ class Checkpoint:
                 )
 
 
-def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
-    """ValueError if the config asks for something that would silently be left out."""
-    supported: dict[str, tuple[object, ...]] = {
-        "architectures": (["LlamaForCausalLM"],),
-        "model_type": ("llama",),
-        "hidden_act": ("silu",),
-        "quantization_config": (None,),
-        "sliding_window": (None,),
-        "rope_type": ("default", "llama3"),
-        "partial_rotary_factor": (None, 1.0),
-    }
-    asked = vars(config) | {"model_type": config.model_type} | (config.rope_parameters or {})
-    for name, values in supported.items():
-        if asked.get(name) not in values:
-            raise ValueError(
-                f"{folder}: {name} {asked.get(name)!r} is not supported; expected"
-                f" {' or '.join(map(repr, values))}"
-            )
-    if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
-        raise ValueError(
-            f"{folder}: num_attention_heads ({config.num_attention_heads}) must be a multiple of"
-            f" num_key_value_heads ({config.num_key_value_heads}) and head_dim"
-            f" ({config.head_dim}) even"
-        )
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A file of the folder; ValueError, one line, if it is missing or damaged."""
     try:
         content: dict[str, Any] = json.loads((folder / name).read_text())
     except FileNotFoundError:
@@ -172,7 +118,7 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
-    shards = set(_read_json(folder, index.name)["weight_map"].values())
+    shards = set(read_json(folder, index.name)["weight_map"].values())
     return [folder / shard for shard in sorted(shards)]
 
 

@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-
 from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
@@ -39,7 +38,8 @@ from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Address, Prefillers
 from disagg.messenger.sharding import page_of
 from disagg.model.rank_group import check_shares
-from disagg.model.weights import fingerprint, read_config
+from disagg.model.shape import read_config
+from disagg.model.weights import fingerprint
 from disagg.request import Request
 from disagg.resource import Resource
 from disagg.serve.answer import Answer, News
@@ -294,7 +294,7 @@ def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) ->
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
     return Identity(
-        model_fingerprint=fingerprint(config.model),
+        model_fingerprint=fingerprint(config.model, model),
         dtype=config.cache.dtype,
         kv_layout=config.cache.kv_layout,
         page_size=config.cache.page_size,

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 from disagg.config import CacheConfig, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.engine.runner import Runner
+from disagg.engine.ranks import Ranks
+from disagg.engine.runner import make_runner
 from disagg.engine.scheduler import Scheduler
 from disagg.kv_layout import pages_for
-from disagg.model.attention import TorchPagedAttention
-from disagg.model.weights import load_model, read_config
+from disagg.model.shape import read_config
 from disagg.request import Request, SamplingParams
 from disagg.serve.default_model import resolve_model
 
@@ -33,15 +33,15 @@ Prompts = list[tuple[int, ...]]
 class Ours:
     """An undivided engine, stepped by hand."""
 
-    def __init__(self, folder: Path, dtype: str, chunk: int, num_tokens: int) -> None:
+    def __init__(self, folder: Path, dtype: str, chunk: int, num_tokens: int, tp: int = 1) -> None:
         config = read_config(folder)
         cache = CacheConfig(num_pages=pages_for(num_tokens, 16) + 64, page_size=16, dtype=dtype)
-        self.kv_cache = KVCache(cache, config)
-        attention = TorchPagedAttention(
-            self.kv_cache.layout, num_qo_heads=config.num_qo_heads, dtype=getattr(torch, dtype)
+        caches, counter = [KVCache(cache, config, tp) for _ in range(tp)], LayerCounter()
+        self.runner = (
+            Ranks(folder, caches, counter) if tp > 1 else make_runner(folder, caches[0], counter)
         )
         self.engine = Engine(
-            Runner(load_model(folder, dtype), attention, self.kv_cache, LayerCounter()),
+            self.runner,
             Scheduler(SchedulerConfig(max_batch_tokens=chunk), cache, config),
         )
         self.times: list[float] = []

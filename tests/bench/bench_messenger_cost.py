@@ -28,7 +28,7 @@ from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefillers import Prefillers
 from disagg.messenger.sharding import page_of
-from disagg.model.weights import read_config
+from disagg.model.shape import read_config
 from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
 from disagg.shared_memory import SharedMemory

@@ -37,11 +37,10 @@ from matplotlib.figure import Figure
 
 from disagg.config import ITEMSIZE, CacheConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.engine.runner import Runner
+from disagg.engine.runner import make_runner
 from disagg.engine.scheduler import Span
 from disagg.kv_layout import pages_for
-from disagg.model.attention import TorchPagedAttention
-from disagg.model.weights import load_model, read_config
+from disagg.model.shape import read_config
 from disagg.request import SamplingParams
 from disagg.serve.default_model import resolve_model
 
@@ -88,18 +87,12 @@ class Steps:
         self._vocab_size = read_config(folder).vocab_size
         self._steps = list(dict.fromkeys(steps))
         most = max(step.batch * pages_for(step.kv_len, PAGE_SIZE) for step in self._steps)
-        model = load_model(folder, dtype)
         with ExitStack() as stack:
             kv_cache = stack.enter_context(
-                KVCache(CacheConfig(num_pages=most, dtype=dtype), model.config)
+                KVCache(CacheConfig(num_pages=most, dtype=dtype), read_config(folder))
             )
             counter = stack.enter_context(LayerCounter())
-            attention = TorchPagedAttention(
-                kv_cache.layout,
-                num_qo_heads=model.config.num_qo_heads,
-                dtype=getattr(torch, dtype),
-            )
-            self._runner = Runner(model, attention, kv_cache, counter)
+            self._runner = make_runner(folder, kv_cache, counter)
             self.close = stack.pop_all().close
         self._random = torch.Generator().manual_seed(0)
 
