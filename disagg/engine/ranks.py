@@ -143,7 +143,8 @@ def serve(fd: int) -> None:
 def _serve(pipe: Connection) -> None:
     folder, cache, counter, (rank, tp, block, meeting) = pipe.recv()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // tp))
-    group = RankGroup(rank, tp, block, meeting)
+    group = RankGroup(rank, tp, block)
+    group.meet(meeting)
     # Who follows counts for nobody.
     runner = make_runner(folder, cache, counter if rank == 0 else LayerCounter(), group)
     pipe.send(runner.increments_per_step)

@@ -57,34 +57,26 @@ class RankGroup:
     """The ranks of a model as one of them sees them; without arguments, the only one.
 
     All ranks make the same calls in the same order. `block` is zeroed memory of `block_bytes(tp)`
-    that all of them map, `meeting` the descriptor of an empty file where they find each other.
+    that all of them map. What is too large for it goes through torch.distributed, the default
+    process group, which `meet` makes.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        tp: int = 1,
-        block: SharedMemory | None = None,
-        meeting: int = -1,
-    ) -> None:
+    def __init__(self, rank: int = 0, tp: int = 1, block: SharedMemory | None = None) -> None:
         self.rank = rank
         self.tp = tp
         self._turn = 0
         if block is not None:
-            parts = torch.frombuffer(
-                block.buffer, dtype=torch.uint8, count=block_bytes(tp) - 8 * tp
-            )
-            self._parts = parts.view(2, tp, MAX_PART_BYTES)
+            parts = torch.frombuffer(block.buffer, dtype=torch.uint8)
+            self._parts = parts[: -8 * tp].view(2, tp, MAX_PART_BYTES)
             self._flags = block.bytes[-8 * tp :].view(np.uint64)
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            timeout = timedelta(seconds=SECONDS)
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file:///proc/self/fd/{meeting}",
-                rank=rank,
-                world_size=tp,
-                timeout=timeout,
-            )
+
+    def meet(self, meeting: int) -> None:
+        """Wait for the others, in the empty file behind this descriptor."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        place, timeout = f"file:///proc/self/fd/{meeting}", timedelta(seconds=SECONDS)
+        dist.init_process_group(
+            "gloo", init_method=place, rank=self.rank, world_size=self.tp, timeout=timeout
+        )
 
     def cut(self, tensor: Tensor, axis: int, unit: int = 1) -> Tensor:
         """This rank's share of an axis that consists of heads of `unit` elements, a view."""
@@ -99,27 +91,18 @@ class RankGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, which have one shape; the same bits on all ranks."""
-        if self.tp == 1:
-            return part
-        if (parts := self._exchange(part)) is not None:
-            return parts.sum(0)
-        dist.all_reduce(part)
-        return part
+        return part if self.tp == 1 else self._gather(part).sum(0)
 
     def join(self, part: Tensor) -> Tensor:
         """All ranks' parts, which have one shape, side by side in the last axis."""
-        if self.tp == 1:
-            return part
-        if (parts := self._exchange(part)) is not None:
-            return torch.cat(list(parts), -1)
-        gathered = [torch.empty_like(part) for _ in range(self.tp)]
-        dist.all_gather(gathered, part.contiguous())
-        return torch.cat(gathered, -1)
+        return part if self.tp == 1 else torch.cat(list(self._gather(part)), -1)
 
-    def _exchange(self, part: Tensor) -> Tensor | None:
-        """All ranks' parts, `[tp, *part.shape]`, until the next turn but one; None if too large."""
+    def _gather(self, part: Tensor) -> Tensor:
+        """All ranks' parts, `[tp, *part.shape]`; valid until the next turn but one."""
         if part.nbytes > MAX_PART_BYTES:
-            return None
+            parts = part.new_empty(self.tp, *part.shape)
+            dist.all_gather_into_tensor(parts, part.contiguous())
+            return parts
         half = self._parts[self._turn % 2, :, : part.nbytes].view(part.dtype)
         parts = half.view(self.tp, *part.shape)
         parts[self.rank].copy_(part)
