@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ class HeldNode(Node):
 
     def _build_engine(self) -> Engine:
         engine = super()._build_engine()
-        engine._runner.model = _HeldModel(engine._runner.model, self)
+        if self.config.tp == 1:  # ranks are held by `gated_ranks.py`
+            engine._runner.model = _HeldModel(engine._runner.model, self)
         return engine
 
 
@@ -177,6 +179,16 @@ def pair(
         )
         with HeldNode(theirs, **(hold_decoder or {})) as decoder_node:
             yield Pair(prefiller_node, decoder_node)
+
+
+def start_together(stack: ExitStack, *configs: NodeConfig) -> list[Node]:
+    """Nodes that start at the same time, closed with the stack, the last one first."""
+    with ThreadPoolExecutor(len(configs)) as pool:
+        starting = [pool.submit(Node, config) for config in configs]
+    for done in starting:
+        if done.exception() is None:
+            stack.enter_context(done.result())
+    return [done.result() for done in starting]
 
 
 def ask(node: Node, prompt: Sequence[int], max_tokens: int) -> Answer:

@@ -88,7 +88,6 @@ def test_sums_and_joins_of_any_shapes_in_turn(tp, shapes, seed):
 def test_who_is_slow_reads_what_was_there_in_its_turn():
     """The fast one may be a turn ahead, and no further."""
     with contextlib.closing(Threads(2)) as threads:
-        slow, fast = threads.groups
         rng = random.Random(0)
 
         def act(rank):
@@ -125,7 +124,7 @@ def test_shares_of_heads(tp, heads):
     shares = [RankGroup(rank, tp).cut(rows, 0, unit=3).flatten().tolist() for rank in range(tp)]
     assert {len(share) for share in shares} == {max(1, heads // tp) * 3}
     copies = max(1, tp // heads)
-    assert sum(shares[::copies], []) == list(range(heads * 3))
+    assert [row for share in shares[::copies] for row in share] == list(range(heads * 3))
     assert all(shares[i] == shares[i - i % copies] for i in range(tp))
 
 

@@ -43,7 +43,6 @@ def block_bytes(tp: int) -> int:
 
 def check_shares(model: ModelConfig, tp: int) -> None:
     """ValueError, one line, if `tp` ranks cannot share this model."""
-    heads_of_rank(model.num_kv_heads, tp, 0)
     for name in ("num_qo_heads", "intermediate_size"):
         size = getattr(model, name)
         if size % tp:
@@ -51,6 +50,7 @@ def check_shares(model: ModelConfig, tp: int) -> None:
                 f"{name} {size} of the model cannot be shared by {tp} ranks; choose a --tp that"
                 " divides it"
             )
+    heads_of_rank(model.num_kv_heads, tp, 0)
 
 
 class RankGroup:
