@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 
 Details = dict[str, str | float]
+#: Start and end, track, name, details.
+Span = tuple[float, float, str, str, Details]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class Trace:
         self.on = on
         self.facts: Details = {}
         self._process = process
-        self._spans: list[tuple[float, float, str, str, Details]] = []
+        self._spans: list[Span] = []
         self._laps: dict[str, float] = {}
         self._begun: dict[tuple[str, int], tuple[float, str, Details]] = {}
 
@@ -76,6 +78,15 @@ class Trace:
             start, self._laps[track] = self._laps.get(track, 0.0), time.monotonic()
             if name:
                 self.span(track, name, start, self._laps[track])
+
+    def take(self) -> list[Span]:
+        """The spans that have ended, for another process to `add`; they are no longer here."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def add(self, spans: list[Span]) -> None:
+        """Take over spans of another process of this host."""
+        self._spans += spans
 
     def write(self, path: Path) -> None:
         """Write the spans that have ended. OSError."""

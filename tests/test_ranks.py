@@ -32,6 +32,7 @@ from tests.nodes import (
     tokens_of,
     wait_until,
 )
+from tests.test_trace import spans_of
 from tests.tiny_models import make_tiny_llama
 
 HERE = ("127.0.0.1", 0)
@@ -65,13 +66,16 @@ def is_alive(pid: int) -> bool:
 # --- The thesis ---
 
 
-def test_a_prefiller_of_two_ranks(model, oracle):
-    with pair(model, prefiller={"tp": 2, "max_batch_tokens": 9}) as nodes:
+def test_a_prefiller_of_two_ranks(tmp_path, model, oracle):
+    timeline = tmp_path / "trace.json"
+    with pair(model, prefiller={"tp": 2, "max_batch_tokens": 9, "trace": timeline}) as nodes:
         for length in (1, 2, 5, 30):
             assert tokens_of(ask(nodes.decoder, prompt_of(length), 6)) == oracle(
                 prompt_of(length), 6
             )
         nodes.wait_for_balance()
+    spans = spans_of(timeline)
+    assert len(spans["forward"]) == 5 * len(spans["steps"]), "as rank 0 ran them"
 
 
 @pytest.mark.slow

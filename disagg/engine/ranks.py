@@ -32,6 +32,8 @@ from disagg.engine.scheduler import Span
 from disagg.model.rank_group import RankGroup, block_bytes
 from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory
+from disagg.trace import Span as TraceSpan
+from disagg.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +41,22 @@ logger = logging.getLogger(__name__)
 class Ranks(Resource):
     """Starts a process for each of `caches` and gives it that memory; `run` once all have loaded.
 
-    `folder` is the model's. What a rank raises while it loads is raised here.
+    `folder` is the model's. What a rank raises while it loads is raised here. Rank 0's forward
+    passes are in the `trace`.
     """
 
     #: What a rank's process runs; it gets the number of its pipe's descriptor.
     program = "import sys; from disagg.engine.ranks import serve; serve(int(sys.argv[1]))"
 
-    def __init__(self, folder: Path, caches: Sequence[KVCache], counter: LayerCounter) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        caches: Sequence[KVCache],
+        counter: LayerCounter,
+        trace: Trace | None = None,
+    ) -> None:
         self.counter = counter
+        self._trace = trace or Trace()
         self._block = SharedMemory(block_bytes(len(caches)), name="disagg-sums")
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -56,7 +66,8 @@ class Ranks(Resource):
                 self._start(cache, meeting)
             for rank, cache in enumerate(caches):
                 place = rank, len(caches), self._block, meeting
-                self._pipes[rank].send((folder.resolve(), cache, counter, place))
+                work = folder.resolve(), cache, counter, self._trace.on
+                self._pipes[rank].send((place, work))
             self.increments_per_step = cast("int", self._hear(self._pipes))
         except BaseException:
             self.close()
@@ -70,7 +81,10 @@ class Ranks(Resource):
         with suppress(BrokenPipeError):  # its end is heard of below
             for pipe in self._pipes:
                 pipe.send_bytes(data)
-        return cast("dict[int, Sampled]", self._hear(self._pipes[:1]))
+        heard = self._hear(self._pipes[:1])
+        sampled, traced = cast("tuple[dict[int, Sampled], list[TraceSpan]]", heard)
+        self._trace.add(traced)
+        return sampled
 
     def watch(self) -> None:
         """Until `close`; RuntimeError if a rank is killed before, also while there is no step."""
@@ -141,14 +155,15 @@ def serve(fd: int) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    folder, cache, counter, (rank, tp, block, meeting) = pipe.recv()
+    (rank, tp, block, meeting), (folder, cache, counter, traced) = pipe.recv()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // tp))
     group = RankGroup(rank, tp, block)
     group.meet(meeting)
+    trace = Trace(on=traced and rank == 0)
     # Who follows counts for nobody.
-    runner = make_runner(folder, cache, counter if rank == 0 else LayerCounter(), group)
+    runner = make_runner(folder, cache, counter if rank == 0 else LayerCounter(), group, trace)
     pipe.send(runner.increments_per_step)
     while True:
         sampled = runner.run(pipe.recv())
         if rank == 0:
-            pipe.send(sampled)
+            pipe.send((sampled, trace.take()))

@@ -18,7 +18,6 @@ still reads from the other half.
 
 import os
 import time
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from disagg.shared_memory import SharedMemory
 
 #: The largest part that goes through shared memory.
 MAX_PART_BYTES = 1 << 22
-#: A rank that is this much later than another is not coming any more.
+#: A rank that is this much later with its part than another is not coming any more.
 SECONDS = 60.0
 
 
@@ -73,10 +72,8 @@ class RankGroup:
     def meet(self, meeting: int) -> None:
         """Wait for the others, in the empty file behind this descriptor."""
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        place, timeout = f"file:///proc/self/fd/{meeting}", timedelta(seconds=SECONDS)
-        dist.init_process_group(
-            "gloo", init_method=place, rank=self.rank, world_size=self.tp, timeout=timeout
-        )
+        place = f"file:///proc/self/fd/{meeting}"
+        dist.init_process_group("gloo", init_method=place, rank=self.rank, world_size=self.tp)
 
     def cut(self, tensor: Tensor, axis: int, unit: int = 1) -> Tensor:
         """This rank's share of an axis that consists of heads of `unit` elements, a view."""

@@ -177,7 +177,7 @@ class Node(Resource):
     def _build_engine(self) -> Engine:
         config, messenger = self.config, self._messenger
         if config.tp > 1:
-            self._ranks = Ranks(config.model, self._kv_caches, self._counter)
+            self._ranks = Ranks(config.model, self._kv_caches, self._counter, self._trace)
             threading.Thread(
                 target=self._run, args=("engine", self._ranks.watch), daemon=True
             ).start()

@@ -70,7 +70,7 @@ class _Sums:
 
 def serve_sums(fd: int) -> None:
     """In a rank's process."""
-    with mock.patch.object(ranks, "make_runner", lambda *a: _Sums(a[-1])):
+    with mock.patch.object(ranks, "make_runner", lambda *a: _Sums(a[3])):
         ranks.serve(fd)
 
 
