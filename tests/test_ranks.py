@@ -158,6 +158,20 @@ def test_a_rank_that_is_killed_in_a_step(tmp_path, monkeypatch, model, rank):
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
+def test_a_decoder_answers_by_itself_when_its_prefiller_loses_a_rank(
+    tmp_path, monkeypatch, model, oracle
+):
+    gate = gated(monkeypatch, tmp_path, rank=0, layer=2)
+    with pair(model, prefiller={"tp": 2}) as nodes:
+        answer = ask(nodes.decoder, prompt_of(30), 6)
+        gate.wait_until_held()
+        os.kill(pids_of(nodes.prefiller)[1], signal.SIGKILL)
+        assert "rank 1 of 2 was killed by signal 9" in nodes.prefiller.wait()
+        assert tokens_of(answer) == oracle(prompt_of(30), 6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_while_there_is_nothing_to_do(model, rank):
     with Node(node_config(model, tp=2)) as node:
@@ -167,6 +181,7 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do(model, rank):
             wait_until(lambda: ask(node, prompt_of(9), 6) is None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_why(monkeypatch, model):
     fault = "from disagg.model import layers; layers.apply_rope = lambda *a: 1 / 0; "
     monkeypatch.setattr(Ranks, "program", fault + Ranks.program)
@@ -176,6 +191,7 @@ def test_a_rank_that_fails_says_why(monkeypatch, model):
         assert answer.result(DEADLINE_SECONDS).finish_reason is FinishReason.ERROR
 
 
+@pytest.mark.slow
 def test_a_model_that_ranks_cannot_load(tmp_path):
     folder = make_tiny_llama(tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -198,6 +214,7 @@ def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(tmp_
         Node(node_config(folder, tp=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_with_their_node(model, number):
     code = (
@@ -217,6 +234,7 @@ def test_ranks_end_with_their_node(model, number):
             process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_see_the_memory_of_their_node(model):
     """Each rank's KV lies in the node's own mapping of it, its heads and no others."""
     with Node(node_config(model, tp=2)) as node:
