@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -495,10 +496,10 @@ def is_gone(pid):
 
 
 def children_of(pid):
-    """Processes that a process has started and that run a script of ours by now."""
+    """Scripts of ours that a process has started and that run by now."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in found if "run_prefill.py" in command_of(child)]
+        return [int(child) for child in found if command_of(child).startswith(sys.executable)]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
