@@ -199,7 +199,7 @@ def test_a_write_that_does_not_come_ends_the_wait(look, model, lost):
 
     with node(model, lambda: Wrong(fewer)) as started:
         why = failure(look(started.address, patience=0.5))
-    assert "expected 1000 writes, did not come in 0.5 s" in why
+    assert "waited 0.5 s for 1000 writes; is that node stopped?" in why
 
 
 def test_bytes_that_changed_on_the_way_are_seen(look, model):
@@ -370,8 +370,8 @@ REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True
             [messages.encode(messages.Goodbye(why="closing"))],
             "expected a prefiller, got Goodbye(why='closing')",
         ),
-        ([], "expected a prefiller, did not come in 0.5 s; is that node stopped?"),
-        ([OURS], "bytes, did not come in 0.5 s; is that node stopped?"),
+        ([], "waited 0.5 s for a prefiller; is that node stopped?"),
+        ([OURS], "waited 0.5 s for a refusal of"),
         ([OURS, REJECTED, OURS], "expected a refusal of 1 writes of 4194305 bytes, got Hello("),
         ([OURS, *3 * [REJECTED], None], "closed the connection"),
     ],

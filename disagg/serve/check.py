@@ -29,7 +29,7 @@ from disagg.config import ITEMSIZE
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import MAX_PROBE_PAGES
-from disagg.messenger.messages import ProtocolError, Role
+from disagg.messenger.messages import ProbeRequest, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
@@ -164,10 +164,8 @@ class _Probe:
         """Ask for writes and expect `count`; the imm they carry."""
         self._imm += 1
         self._engine.expect(self._peer, self._imm, count)
-        asked = messages.ProbeRequest(
-            attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm
-        )
-        self._engine.send(self._peer, messages.encode(asked))
+        wish = ProbeRequest(attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm)
+        self._engine.send(self._peer, messages.encode(wish))
         return self._imm
 
     def _wait(self, kind: type[Kind], what: str) -> Kind:
@@ -176,8 +174,7 @@ class _Probe:
         while not self._heard:
             left = end - time.monotonic()
             if left <= 0:
-                late = f"expected {what}, did not come in {PATIENCE:g} s"
-                raise ProtocolError(f"{late}; is that node stopped?")
+                raise ProtocolError(f"waited {PATIENCE:g} s for {what}; is that node stopped?")
             for event in self._engine.poll(left):
                 heard = messages.decode(event.data) if isinstance(event, MessageReceived) else event
                 self._heard += [] if isinstance(heard, messages.Heartbeat) else [heard]
