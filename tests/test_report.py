@@ -51,6 +51,7 @@ def answered(output, num_prompt_tokens=0, text="", logprobs=1):
     sampling = SamplingParams(logprobs=logprobs)
     answer = Answer(Request(prompt_token_ids=(1,) * num_prompt_tokens, sampling=sampling))
     answer.put(output)
+    answer.result()
     answer.text = text
     return answer
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from disagg.serve.child_prefiller import SCRIPT
 from disagg.serve.options import DEFAULT_LISTEN, decode_parser, forwarded_flags
 from disagg.transfer import verbs_device
 from tests.nodes import Oracle, wait_until
@@ -494,11 +496,15 @@ def is_gone(pid):
     return state == "Z"
 
 
+#: Not yet that of the process, nor of the tool, that becomes it.
+SCRIPT_COMMAND = f"{sys.executable}\0{SCRIPT}"
+
+
 def children_of(pid):
-    """Processes that a process has started and that run a script of ours by now."""
+    """Scripts of ours that a process has started and that run by now."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in found if "run_prefill.py" in command_of(child)]
+        return [int(child) for child in found if command_of(child).startswith(SCRIPT_COMMAND)]
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 from disagg.serve.answer import Answer
-from disagg.serve.stop_strings import StopStrings
+from disagg.serve.stop_strings import visible
 from disagg.serve.tokenizer import REPLACEMENT, Tokenizer
 from tests.balance import engine_balance
 from tests.nodes import DEADLINE_SECONDS, HeldNode, Oracle, node_config, prompt_of, wait_until
@@ -22,9 +22,14 @@ from tests.tiny_models import make_tiny_llama, save_word_tokenizer
 
 def shown(pieces, *stop):
     """What each piece lets show, and the end; and whether it stopped."""
-    strings = StopStrings(stop)
-    texts = [strings.push(piece) for piece in pieces]
-    return [*texts, strings.finish()], strings.stopped
+    text, seen, stopped, texts = "", "", False, []
+    for piece in pieces:
+        text += "" if stopped else piece
+        now, stopped = visible(text, stop)
+        assert now.startswith(seen), "something was taken back"
+        texts.append(now.removeprefix(seen))
+        seen = now
+    return [*texts, "" if stopped else text.removeprefix(seen)], stopped
 
 
 # --- Pieces of text ---

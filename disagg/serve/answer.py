@@ -1,7 +1,7 @@
 """The answer to one request as its client holds it: tokens and text as they come, and the end.
 
-    engine --put--> news --wait, result--> tokens --TextStream--> StopStrings --> text
-      ^------------------------ cancel ------------------------ found ---------'
+    engine --put--> news --wait, result--> tokens --TextStream, visible--> text
+      ^-------------- cancel -------------- a stop string was found ---------'
 
 Neither the engine nor its thread knows of text. Answers that share their news are all read by
 whoever waits for one of them, also those that are shown later, so that a stop string soon gives the
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from disagg.request import FinishReason, Output, Request, TokenLogprobs
-from disagg.serve.stop_strings import StopStrings
+from disagg.serve.stop_strings import visible
 from disagg.serve.tokenizer import TextStream
 
 #: Outputs that were delivered and not yet taken in, of one answer or of several.
@@ -38,7 +38,7 @@ class Answer:
         self.text = ""
         self.completion: Output | None = None
         self._stream = stream
-        self._stop_strings = StopStrings(request.sampling.stop)
+        self._whole_text, self._stopped = "", False
         self._news = queue.SimpleQueue() if news is None else news
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -68,20 +68,22 @@ class Answer:
 
     def _take_in(self, output: Output) -> None:
         for index, token_id in enumerate(output.token_ids):
-            if not self._stop_strings.stopped:
+            if not self._stopped:
                 self._token_ids.append(token_id)
                 self._logprobs += output.logprobs[index : index + 1]
                 self._show(self._stream.push(token_id) if self._stream else "")
         if output.finish_reason is not None:
-            if not self._stop_strings.stopped:
+            if not self._stopped:
                 self._show(self._stream.finish() if self._stream else "")
-                self.text += self._stop_strings.finish()
-            if self._stop_strings.stopped:
+            if self._stopped:
                 output = replace(output, finish_reason=FinishReason.STOP, error=None)
+            else:  # what was held back is no stop string
+                self.text = self._whole_text
             tokens, logprobs = tuple(self._token_ids), tuple(self._logprobs)
             self.completion = replace(output, token_ids=tokens, logprobs=logprobs)
 
     def _show(self, text: str) -> None:
-        self.text += self._stop_strings.push(text)
-        if self._stop_strings.stopped:
+        self._whole_text += text
+        self.text, self._stopped = visible(self._whole_text, self.request.sampling.stop)
+        if self._stopped:
             self.cancel()

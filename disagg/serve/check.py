@@ -19,15 +19,17 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from disagg.config import ITEMSIZE
+from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import MAX_PROBE_PAGES
-from disagg.messenger.messages import Message, ProtocolError, Role
+from disagg.messenger.messages import ProbeRequest, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
@@ -43,8 +45,10 @@ GUARD_BYTES = 1 << 20
 UNTOUCHED = 0xEE
 #: Bytes of a write that costs nothing but being posted and counted.
 SMALL = 64
-#: Seconds to wait for an answer or for writes, and to repeat one measurement.
-PATIENCE, MEASURING = 5.0, 0.3
+#: Seconds to wait for an answer or for writes, and that writes must take to be measured.
+PATIENCE, MEASURING = 5.0, 0.1
+#: Of what is measured one at a time.
+REPEATS = 100
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -66,151 +70,117 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     """The table, row by row as it is found out. ProtocolError ends it."""
-    start = time.perf_counter()
-    model, transport = probe.greet()
-    seconds = time.perf_counter() - start
-    yield "prefiller", f"greeted in {1e3 * seconds:.1f} ms, writes by {transport}"
-    page_bytes = 2 * model.num_kv_heads * model.page_size * model.head_dim
-    page_bytes = min(max(1, page_bytes * ITEMSIZE.get(model.dtype, 1)), PROBE_BYTES)
+    hello, model = probe.hello, probe.hello.identity
+    if model is None or hello.role != Role.PREFILLER:
+        raise ProtocolError(f"expected a prefiller, got {hello!s:.80}; check the port")
+    num_heads = len(heads_of_rank(model.num_kv_heads, hello.tp, 0))
+    page_bytes = 2 * num_heads * model.page_size * model.head_dim * ITEMSIZE.get(model.dtype, 1)
+    yield "prefiller", f"greeted, writes by {probe.transport}"
     yield "model", f"{model.model_fingerprint}, {model.dtype}, {model.num_layers} layers"
     yield "pages", f"{model.page_size} tokens, {model.kv_layout}, {page_bytes} bytes"
-    yield "refuses", probe.refusals()
-    for what, once in (("answer", probe.refused), ("write", lambda: probe.write(SMALL, 1))):
-        median, p99 = 1e3 * np.percentile(_repeat(once), (50, 99))
-        yield f"first {what}", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
-    for nbytes in sorted({SMALL, 4 << 10, 16 << 10, 64 << 10, page_bytes}):
+    probe.refused(PROBE_BYTES, MOST_BYTES // PROBE_BYTES + 1)
+    probe.refused(PROBE_BYTES + 1, 1)
+    probe.refused(1, MAX_PROBE_PAGES + 1)
+    yield "refuses", "writes beyond our memory, beyond its own, too many at once"
+    median, p99 = 1e3 * np.percentile([probe.write(SMALL, 1) for _ in range(REPEATS)], (50, 99))
+    yield "first write", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
+    for nbytes in sorted(
+        {SMALL, 4 << 10, 16 << 10, 64 << 10, min(max(1, page_bytes), PROBE_BYTES)}
+    ):
         rate = _write_rate(probe, nbytes)
         yield f"{nbytes} bytes", f"{nbytes * rate / 1e9:5.2f} GB/s {rate:11,.0f} writes/s"
     yield "counts", f"{probe.count(1000)} writes asked for, as many counted and none more"
     yield "contents", f"{probe.num_compared / 1e6:.0f} MB, all as they should be, none beside them"
 
 
-def _repeat(once: Callable[[], float]) -> list[float]:
-    found, end = [once()], time.monotonic() + MEASURING
-    while time.monotonic() < end:
-        found.append(once())
-    return found
-
-
 def _write_rate(probe: _Probe, nbytes: int) -> float:
     """Writes a second, of the last of rounds that grow until one takes long enough to measure."""
     num_pages, seconds = 1, probe.write(nbytes, 1)
-    while seconds < MEASURING / 3 and 4 * num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
+    while seconds < MEASURING and 4 * num_pages <= min(MAX_PROBE_PAGES, MOST_BYTES // nbytes):
         num_pages *= 4
         seconds = probe.write(nbytes, num_pages)
     return num_pages / seconds
+
+
+Kind = TypeVar("Kind")
 
 
 class _Probe:
     """One connection: asks, waits at most `PATIENCE` seconds, compares. ProtocolError, one line."""
 
     def __init__(self, engine: TransferEngine, memory: SharedMemory, where: Address) -> None:
-        self._engine, self._where = engine, where
-        self._landed, self._pattern = memory.bytes, probe_pattern()
+        self._engine, self._landed, self._pattern = engine, memory.bytes, probe_pattern()
+        self._imm, self.num_compared = 0, 0
+        self._heard: deque[object] = deque()
         region = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd)
-        self._descriptor = engine.register(region).descriptor
-        self._peer, self._imm, self.num_compared = 0, 0, 0
-        self._reached: set[int] = set()
-        self._heard: deque[Message] = deque()
-
-    def greet(self) -> tuple[messages.Identity, str]:
-        """Connect; which model the prefiller says it holds, and what writes will travel by."""
-        self._peer = self._engine.connect(*self._where)
-        hello = messages.Hello(
-            epoch=secrets.randbits(64),
-            role=Role.PROBE,
-            identity=None,
-            num_pages=0,
-            num_tail_slots=0,
-            max_prompt_tokens=0,
-            tp=1,
-            kv_regions=(),
-            tail_region=self._descriptor,
-        )
-        self._engine.send(self._peer, messages.encode(hello))
-        match self._wait():
-            case messages.Hello(role=Role.PREFILLER, identity=messages.Identity() as model):
-                return model, self._engine.transport_to(self._peer)
-            case answer:
-                raise ProtocolError(f"expected a prefiller, got {answer!s:.80}; check the port")
-
-    def refusals(self) -> str:
-        """What it refused, as it must. Nothing of it may have landed."""
-        self._landed[:] = UNTOUCHED
-        self.refused(4096, len(self._landed) // 4096 + 1)
-        self.refused(PROBE_BYTES + 1)
-        self.refused(1, MAX_PROBE_PAGES + 1)
-        _demand(self._landed == UNTOUCHED, "all writes were refused")
-        return "writes beyond our memory, beyond its own, too many at once"
-
-    def refused(self, page_bytes: int = 0, num_pages: int = 1) -> float:
-        """Seconds from asking for what must be refused until it is."""
-        start = time.perf_counter()
-        self._ask(page_bytes, num_pages, 1)
-        answer = self._wait()
-        if not isinstance(answer, messages.PrefillRejected):
-            asked = f"{num_pages} writes of {page_bytes} bytes"
-            raise ProtocolError(f"{asked} should be refused, got {answer!s:.80}; update that node")
-        return time.perf_counter() - start
+        descriptor = engine.register(region).descriptor
+        ours = messages.Hello(epoch=secrets.randbits(64), role=Role.PROBE, tail_region=descriptor)
+        self._peer = engine.connect(*where)
+        engine.send(self._peer, messages.encode(ours))
+        self.hello = self._wait(messages.Hello, "a prefiller")
+        self.transport = engine.transport_to(self._peer)
 
     def write(self, page_bytes: int, num_pages: int) -> float:
-        """Seconds from asking until all is counted. Then every byte must be as it was sent."""
+        """Seconds from asking for writes until all are counted. Then every byte must be as it was
+        sent."""
         period = len(self._pattern) // page_bytes * page_bytes
         wanted = np.resize(self._pattern[:period], page_bytes * num_pages)
+        return self._try(page_bytes, num_pages, ImmReached, wanted)
+
+    def refused(self, page_bytes: int, num_pages: int) -> float:
+        """Seconds from asking for what must be refused until it is. Then nothing may be there."""
+        return self._try(page_bytes, num_pages, messages.PrefillRejected, self._pattern[:0])
+
+    def _try(
+        self, page_bytes: int, num_pages: int, kind: type, wanted: npt.NDArray[np.uint8]
+    ) -> float:
+        asked = f"{num_pages} writes of {page_bytes} bytes"
+        what = asked if kind is ImmReached else f"a refusal of {asked}"
         landed, guard = np.split(self._landed[: len(wanted) + GUARD_BYTES], [len(wanted)])
         np.invert(wanted, out=landed)  # no byte is right before it is written
         guard[:] = UNTOUCHED
         start = time.perf_counter()
-        self._wait(self._ask(page_bytes, num_pages, num_pages))
+        self._ask(page_bytes, num_pages, num_pages)
+        self._wait(kind, what)
         seconds = time.perf_counter() - start
-        for right in (landed == wanted, guard == UNTOUCHED):
-            _demand(right, f"all {num_pages} writes of {page_bytes} bytes were counted")
+        num_wrong = np.count_nonzero(landed != wanted) + np.count_nonzero(guard != UNTOUCHED)
+        if num_wrong:
+            wrong = f"{num_wrong} bytes are wrong although {what} came"
+            raise ProtocolError(f"{wrong}; do not use this path, try another --transport")
         self.num_compared += len(wanted)
         return seconds
 
     def count(self, num_writes: int) -> int:
         """Wait for one write too many: it must not come, and without it all are there."""
         watched = self._ask(SMALL, num_writes, num_writes + 1)
-        self._wait(self._ask(SMALL, num_writes, num_writes))
-        if watched in self._reached:
+        imm = self._ask(SMALL, num_writes, num_writes)
+        if self._wait(ImmReached, f"{num_writes} writes").imm != imm or self._heard:
             raise ProtocolError(f"of {num_writes} writes, more were counted; do not use this path")
         self._engine.lower(watched, num_writes)
-        self._wait(watched)
+        self._wait(ImmReached, f"{num_writes} writes")
         return num_writes
 
     def _ask(self, page_bytes: int, num_pages: int, count: int) -> int:
         """Ask for writes and expect `count`; the imm they carry."""
         self._imm += 1
         self._engine.expect(self._peer, self._imm, count)
-        asked = messages.ProbeRequest(
-            attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm
-        )
-        self._engine.send(self._peer, messages.encode(asked))
+        wish = ProbeRequest(attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm)
+        self._engine.send(self._peer, messages.encode(wish))
         return self._imm
 
-    def _wait(self, imm: int | None = None) -> Message | None:
-        """Until `imm` is reached; without one, the next message."""
+    def _wait(self, kind: type[Kind], what: str) -> Kind:
+        """What comes next, which must be of this kind."""
         end = time.monotonic() + PATIENCE
-        while imm not in self._reached and not self._heard:
+        while not self._heard:
             left = end - time.monotonic()
             if left <= 0:
-                missing = "no answer" if imm is None else "not all writes came"
-                raise ProtocolError(f"{missing} in {PATIENCE:g} s; is that node stopped?")
+                raise ProtocolError(f"waited {PATIENCE:g} s for {what}; is that node stopped?")
             for event in self._engine.poll(left):
-                match event:
-                    case ImmReached():
-                        self._reached.add(event.imm)
-                    case PeerLost():
-                        raise ProtocolError(event.why)
-                    case MessageReceived():
-                        message = messages.decode(event.data)
-                        self._heard += [] if isinstance(message, messages.Heartbeat) else [message]
-        if imm is not None and self._heard:
-            raise ProtocolError(f"expected writes, got {self._heard[0]}; see what it printed")
-        return None if imm is not None else self._heard.popleft()
-
-
-def _demand(right: npt.NDArray[np.bool_], after: str) -> None:
-    if not right.all():
-        wrong = f"{right.size - np.count_nonzero(right)} bytes are wrong although {after}"
-        raise ProtocolError(f"{wrong}; do not use this path, try another --transport")
+                heard = messages.decode(event.data) if isinstance(event, MessageReceived) else event
+                self._heard += [] if isinstance(heard, messages.Heartbeat) else [heard]
+        found = self._heard.popleft()
+        if isinstance(found, PeerLost):
+            raise ProtocolError(found.why)
+        if not isinstance(found, kind):
+            raise ProtocolError(f"expected {what}, got {found!s:.80}; is it of this release?")
+        return found

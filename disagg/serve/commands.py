@@ -32,8 +32,7 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
     arguments.model = resolve_model(arguments.model)
     with _start(arguments) as node:
         assert node.address is not None, "a prefiller listens"
-        host, port = node.address
-        print(f"{LISTENING}{host}:{port}", flush=True)
+        print(LISTENING + "{}:{}".format(*node.address), flush=True)
         if (why := node.wait()) is not None:
             print(f"error: {why}", file=sys.stderr)
             return EXIT_FAILED
@@ -97,10 +96,7 @@ def _print_answer(index: int, answer: Answer, arguments: argparse.Namespace) -> 
         answer.wait()
         if not arguments.json:
             print(answer.take(), end="", flush=True)
-    if arguments.json:
-        print(json.dumps(as_json(index, answer)), flush=True)
-    else:
-        print(answer.take(), flush=True)
+    print(json.dumps(as_json(index, answer)) if arguments.json else answer.take(), flush=True)
     if completion.error is not None:
         print(f"error: prompt {index}: {completion.error}", file=sys.stderr)
     return completion

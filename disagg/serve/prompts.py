@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from disagg.request import SamplingParams
 from disagg.serve.options import given
@@ -25,20 +26,14 @@ class Prompt:
 
 
 _FIELDS = {
-    "prompt": Annotated[str, msgspec.Meta(min_length=1)],
-    "prompt_token_ids": Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(min_length=1)
-    ],
+    "prompt": Annotated[str, Meta(min_length=1)],
+    "prompt_token_ids": Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)],
     **get_type_hints(SamplingParams),
     "stop": str | tuple[str, ...],
 }
+_NULLABLE = [(name, kind | None, None) for name, kind in _FIELDS.items()]
 #: Types only; what is in range is `SamplingParams`' to say.
-_Line = msgspec.defstruct(
-    "_Line",
-    [(name, kind | None, None) for name, kind in _FIELDS.items()],
-    kw_only=True,
-    forbid_unknown_fields=True,
-)
+_Line = msgspec.defstruct("_Line", _NULLABLE, forbid_unknown_fields=True)
 
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:

@@ -39,8 +39,7 @@ def summary(completions: Sequence[Output], seconds: float) -> str:
     Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.
     """
     num_tokens = sum(len(completion.token_ids) for completion in completions)
-    waits = [c.timings.first_token for c in completions if c.timings]
-    known = [wait for wait in waits if wait is not None]
+    known = [c.timings.first_token for c in completions if c.timings and c.timings.first_token]
     moved = [c.transfer for c in completions if c.transfer]
     first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
     span = sum(stats.span or 0.0 for stats in moved)
