@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.serve.child_prefiller import SCRIPT
 from disagg.serve.options import DEFAULT_LISTEN, decode_parser, forwarded_flags
 from disagg.transfer import verbs_device
 from tests.nodes import Oracle, wait_until
@@ -496,15 +495,11 @@ def is_gone(pid):
     return state == "Z"
 
 
-#: Not yet that of the process, nor of the tool, that becomes it.
-SCRIPT_COMMAND = f"{sys.executable}\0{SCRIPT}"
-
-
 def children_of(pid):
     """Scripts of ours that a process has started and that run by now."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in found if command_of(child).startswith(SCRIPT_COMMAND)]
+        return [int(child) for child in found if command_of(child).startswith(sys.executable)]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
