@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -496,10 +495,10 @@ def is_gone(pid):
 
 
 def children_of(pid):
-    """Scripts of ours that a process has started and that run by now."""
+    """Processes that a process has started and that run a script of ours by now."""
     try:
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in found if command_of(child).startswith(sys.executable)]
+        return [int(child) for child in found if "run_prefill.py" in command_of(child)]
     except (FileNotFoundError, ProcessLookupError):
         return []
 

@@ -1,11 +1,14 @@
 """A prefiller as a child process that cannot outlive its parent.
 
-parent --spawn--> setpriv, which becomes run_prefill.py --listen 127.0.0.1:0
+parent --spawn--> run_prefill.py --listen 127.0.0.1:0
        <--stdout-- "listening on 127.0.0.1:PORT"
        dies (in any way) --kernel--> SIGKILL, which also ends a stopped child
 """
 
 import contextlib
+import ctypes
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +18,9 @@ from disagg.resource import Resource
 from disagg.serve.options import address
 
 SCRIPT = Path(__file__).parents[2] / "run_prefill.py"
+
+#: From linux/prctl.h: the signal this process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
 
 LISTENING = "listening on "
 
@@ -26,15 +32,30 @@ class ChildPrefiller(Resource):
 
     def __init__(self, flags: Sequence[str], *, patience: float = 0.0) -> None:
         self._patience = patience
-        # If we die before the kernel is asked for the signal, nobody reads where it listens, and it
-        # ends by that. A session of its own: an interrupt from the terminal is ours to handle.
-        self._process = subprocess.Popen(
-            ["setpriv", "--pdeathsig=KILL", sys.executable, SCRIPT, "--listen=127.0.0.1:0", *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        parent = os.getpid()
+
+        # An interrupt that comes while Python forks would be swallowed: hold it back until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+        def die_with_parent() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before we asked
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        # A session of its own: an interrupt from the terminal is the parent's to handle.
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), "--listen=127.0.0.1:0", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def address(self) -> tuple[str, int]:
         """Where it listens. ValueError if it ended instead."""
