@@ -435,20 +435,11 @@ class DecodeNode:
                 token_ids=client.tokens,
                 page_indices=pages,
                 tail_slot=slot,
-                num_held_pages=self.hold(client.tokens, pages),
                 retries=client.retries,
                 dp_rank=self.rng.randrange(self.dp) if self.dp > 1 else 0,
             )
             self.fetching[number] = (client, fetch)
             self.messenger.on_fetch(fetch)
-
-    def hold(self, tokens: tuple[int, ...], pages: tuple[int, ...]) -> int:
-        """Now and then some leading pages are here already, as after a prefix cache hit."""
-        num_held = self.rng.randint(0, len(pages)) if self.rng.random() < 0.3 else 0
-        for position in range(min(num_held * PAGE_SIZE, len(tokens) - 1)):
-            for layer in range(NUM_LAYERS):
-                self.storage.fill(tokens, layer, position, pages[position // PAGE_SIZE])
-        return num_held
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
@@ -517,7 +508,7 @@ class DecodeNode:
                         f"attempt {fetch.attempt}, layer {layer}, position {position}, rank {rank}:"
                         f" found {found}, expected {expected}"
                     )
-        num_pages = NUM_LAYERS * len(asked.pages - asked.held) * self.tp
+        num_pages = NUM_LAYERS * len(asked.pages) * self.tp
         num_bytes = num_pages * self.storage.layout.page_bytes + self.storage.tail.slot_bytes
         assert len(asked.landed) == num_bytes, f"{len(asked.landed)} of {num_bytes} bytes landed"
         assert said.writes == asked.num_writes == asked.expected_count, f"{asked} is not {said}"
@@ -534,7 +525,6 @@ class Asked:
     node: DecodeNode
     attempt: int
     pages: set[int]
-    held: set[int]
     slot: int
     ranks: range
     expected_count: int
@@ -709,7 +699,6 @@ class World:
                 node=node,
                 attempt=message.attempt_id & 0xFFFFFFFF,
                 pages=set(pages),
-                held=set(pages[: message.num_held_pages]),
                 slot=message.tail_slot,
                 ranks=range(first_rank, first_rank + node.tp),
                 expected_count=message.expected_count,
@@ -734,7 +723,7 @@ class World:
             page = write.offset % layout.layer_bytes // layout.page_bytes
             inside = write.offset % layout.page_bytes
             assert inside + len(write.source) <= layout.page_bytes, "a write leaves its page"
-            assert page in asked.pages - asked.held, f"a write landed in foreign page {page}"
+            assert page in asked.pages, f"a write landed in foreign page {page}"
             owner = held.page_owner[page]
             assert owner == asked.attempt, (
                 f"a write of attempt {asked.attempt} landed in page {page}, now {owner}'s"

@@ -351,7 +351,7 @@ def node_that_says(*answers):
 
 
 OURS = messages.encode(hello("prefiller"))
-REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True, why="no"))
+REJECTED = messages.encode(messages.PrefillStopped(attempt_id=0, permanent=True, why="no"))
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,6 @@ class Messenger:
 
     def on_fetch(self, fetch) -> None:
         assert fetch.attempt not in self.fetches
-        assert fetch.num_held_pages == 0
         assert len(fetch.page_indices) == pages_for(len(fetch.token_ids) - 1, P)
         self.fetches[fetch.attempt] = fetch
         if not self.lose:

@@ -77,8 +77,7 @@ def request_problem(
             f"page indices must lie below {theirs.num_pages}, tail_slot below"
             f" {theirs.num_tail_slots}, dp_rank below {num_groups}, as said in Hello"
         )
-    num_sent_pages = num_pages - request.num_held_pages
-    count = expected_count(slices, ours.identity.num_layers, num_sent_pages)
+    count = expected_count(slices, ours.identity.num_layers, num_pages)
     if count != request.expected_count:
         return f"expected_count {request.expected_count} is not the {count} writes there would be"
     return None

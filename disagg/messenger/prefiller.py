@@ -23,7 +23,7 @@ from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_probe, refusal, request_problem
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
-from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
+from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
 from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
@@ -77,7 +77,7 @@ class PrefillerMessenger(Messenger):
             case messages.PrefillRequest():
                 self._on_request(peer, link, message)
             case messages.Cancel():
-                self._on_cancel(peer, link, message)
+                self._on_cancel(link, message)
             case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
@@ -123,15 +123,13 @@ class PrefillerMessenger(Messenger):
                 self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
         if why is not None:
             attempt_id = request.attempt_id
-            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=permanent, why=why))
+            self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
-    def _on_cancel(self, peer: Peer, link: Link, cancel: messages.Cancel) -> None:
+    def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
         attempt = link.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        posted = None
         if attempt is not None:
-            posted = self._writer.stop(attempt)
-        self._send(peer, messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted))
+            self._writer.stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region
@@ -143,7 +141,7 @@ class PrefillerMessenger(Messenger):
             self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
         except TransferError as error:
             attempt_id, why = probe.attempt_id, str(error)
-            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=True, why=why))
+            self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=True))
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)

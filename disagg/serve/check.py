@@ -4,7 +4,7 @@
       Hello(PROBE) ------------------------->
       <-------------------------------- Hello         the transport, and whom we met
       what must be refused ----------------->
-      <---------------- PrefillRejected, why          and nothing has landed
+      <---------------- PrefillStopped, why           and nothing has landed
       ProbeRequest(bytes, pages, imm) ------>
       <== its pattern, page by page, imm ====         each byte compared, each write counted
 
@@ -148,7 +148,7 @@ class _Probe:
         start = time.perf_counter()
         self._ask(page_bytes, num_pages, 1)
         answer = self._wait()
-        if not isinstance(answer, messages.PrefillRejected):
+        if not isinstance(answer, messages.PrefillStopped):
             asked = f"{num_pages} writes of {page_bytes} bytes"
             raise ProtocolError(f"{asked} should be refused, got {answer!s:.80}; update that node")
         return time.perf_counter() - start

@@ -87,7 +87,6 @@ def writer_of(given, layouts, plan, pages):
         attempt_id=1,
         token_ids=(0,) * (num_tokens + 1),
         page_indices=pages[1],
-        num_held_pages=0,
         tail_slot=0,
         imm=1,
         expected_count=expected_count(plan[0], given.layers, given.pages),
