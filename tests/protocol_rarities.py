@@ -301,7 +301,6 @@ def lost_peers_leave_nothing(code: Code) -> None:
     assert len(prefiller._silence) == len(decoder._silence) == 1
     assert not world.decode_node.transfer.counter._waiting
     assert not prefiller._writer._tickets
-    assert all(p.num_attempts == 0 for p in decoder._prefillers._prefillers)
 
 
 def ask_raw(world: World, request: Message) -> list[Message] | None:

@@ -523,7 +523,6 @@ class Stranger:
             identity=None if role == Role.PROBE else self.world.identity,
             num_pages=8,
             num_tail_slots=2,
-            max_prompt_tokens=0,
             tp=1,
             kv_regions=() if role == Role.PROBE else (self.region.descriptor,),
             tail_region=self.region.descriptor,

@@ -249,7 +249,6 @@ class PrefillNode:
                 epoch=epoch,
                 role=Role.PREFILLER,
                 identity=world.prefiller_identity,
-                max_prompt_tokens=100,
             ),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=self.clock,
@@ -279,8 +278,10 @@ class PrefillNode:
 
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
-        if self.refuses and isinstance(event, StartPrefill):
-            raise ValueError("no such token")
+        if isinstance(event, StartPrefill):
+            num_pages = pages_for(len(event.token_ids) - 1, PAGE_SIZE)
+            if self.refuses or num_pages > len(self.storage.page_owner):
+                raise ValueError("no such token, or too long")
         self.inbox.append(event)
 
     def drain(self) -> None:
@@ -381,9 +382,7 @@ class DecodeNode:
         self.decoding: list[int] = []
         self.next_attempt = 1
         memory = self.storage.memory
-        hello = memory.hello(
-            epoch=epoch, role=Role.DECODER, identity=world.identity, max_prompt_tokens=100
-        )
+        hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
         wiring = Wiring(
             transfer=self.transfer,
             memory=memory,

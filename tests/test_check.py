@@ -318,7 +318,6 @@ def hello(role):
         identity=IDENTITY,
         num_pages=1,
         num_tail_slots=1,
-        max_prompt_tokens=9,
         tp=1,
         kv_regions=(b"",),
         tail_region=b"",

@@ -256,15 +256,15 @@ VARIANTS = (
     Variant(
         "9: a retry goes elsewhere first",
         "prefillers",
-        "key=lambda p: (p.num_failures, p.num_attempts)",
-        "key=lambda p: (-p.num_failures, p.num_attempts)",
+        "key=lambda p: (p.num_failures, load[p.peer])",
+        "key=lambda p: (-p.num_failures, load[p.peer])",
         "policy_is_followed",
     ),
     Variant(
         "10: a limit of now is no refusal for ever",
         "prefiller",
-        "permanent = why is not None",
-        "permanent = True",
+        "permanent=False",
+        "permanent=True",
         "a_limit_of_now_is_not_never",
     ),
     Variant(
@@ -278,15 +278,8 @@ VARIANTS = (
     Variant(
         "10: what never fits is refused by the decoder",
         "prefillers",
-        "permanent=everyone",
+        "permanent=len(sizes) == len(self._prefillers)",
         "permanent=False",
-        "never_is_not_later",
-    ),
-    Variant(
-        "10: what never fits is refused by the prefiller",
-        "admission",
-        "    if too_long is not None:\n        return too_long\n",
-        "",
         "never_is_not_later",
     ),
     Variant(
@@ -450,15 +443,15 @@ VARIANTS = (
     Variant(
         "2: page indices are in range",
         "admission",
-        "max(pages) < theirs.num_pages and ",
-        "",
+        "max(pages, default=0) < theirs.num_pages",
+        "True",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(
         "2: another count is refused",
         "admission",
-        "if count != request.expected_count:",
-        "if False:",
+        "request.expected_count == count",
+        "True",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(
@@ -572,8 +565,8 @@ VARIANTS = (
     Variant(
         "a group that is not there is refused",
         "admission",
-        " or request.dp_rank >= num_groups",
-        "",
+        "request.dp_rank < num_groups",
+        "True",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(

@@ -23,7 +23,7 @@ call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
 import enum
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -147,7 +147,8 @@ class DecoderMessenger(Messenger):
     def _request(self, attempt: Attempt) -> None:
         """Send an attempt to a prefiller, or see why that cannot be."""
         fetch = attempt.fetch
-        chosen = self._prefillers.choose(len(fetch.token_ids))
+        load = Counter(other.peer for other in self._attempts.values())
+        chosen = self._prefillers.choose(len(fetch.page_indices), load)
         if not isinstance(chosen, Prefiller):
             may_wait = self._config.on_failure == "retry" and not chosen.permanent
             if not may_wait or self._clock() >= attempt.deadline:
@@ -162,7 +163,6 @@ class DecoderMessenger(Messenger):
         attempt.transport = self._transfer.transport_to(chosen.peer)
         attempt.imm, attempt.count = self._next_imm, count
         self._next_imm += 1
-        chosen.num_attempts += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
         request = messages.PrefillRequest(
             attempt_id=self._attempt_id(attempt),
@@ -301,9 +301,6 @@ class DecoderMessenger(Messenger):
     def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
         """Nothing can land any more: the pages are the request's (`ready`) or free."""
         del self._attempts[attempt.fetch.attempt]
-        if attempt.prefiller is not None:
-            if ready is not None:
-                attempt.prefiller.num_failures = 0
-            if attempt.prefiller.peer == attempt.peer:  # else its count began anew
-                attempt.prefiller.num_attempts -= 1
+        if attempt.prefiller is not None and ready is not None:
+            attempt.prefiller.num_failures = 0
         self._post(ready or KVReleased(attempt=attempt.fetch.attempt))

@@ -66,7 +66,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     `epoch` is random per process. `kv_regions` (of each rank) and `tail_region` are transfer
     descriptors; a probe has `identity` None, no KV region and its scratch as tail region. The KV
     heads are shared by `tp` ranks; if there are more, each `tp` of them are a data-parallel group.
-    `max_prompt_tokens` is the longest prompt the sender's model may see.
     """
 
     epoch: U64
@@ -74,7 +73,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     identity: Identity | None
     num_pages: U32
     num_tail_slots: U32
-    max_prompt_tokens: U32
     tp: TP
     kv_regions: tuple[bytes, ...]
     tail_region: bytes

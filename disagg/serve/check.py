@@ -122,7 +122,6 @@ class _Probe:
             identity=None,
             num_pages=0,
             num_tail_slots=0,
-            max_prompt_tokens=0,
             tp=1,
             kv_regions=(),
             tail_region=self._descriptor,

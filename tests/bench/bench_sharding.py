@@ -77,7 +77,6 @@ def writer_of(given, layouts, plan, pages):
         identity=None,
         num_pages=there.num_pages,
         num_tail_slots=1,
-        max_prompt_tokens=1 << 20,
         tp=given.decode_tp,
         kv_regions=(b"",) * given.decode_tp,
         tail_region=b"",
