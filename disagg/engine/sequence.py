@@ -89,10 +89,3 @@ class Sequence:
             self.finish = FinishReason.STOP
         elif self.num_output_tokens >= self.max_tokens:
             self.finish = FinishReason.LENGTH
-
-    def disown(self) -> None:
-        """Forget pages, slot and attempt, and with them all that was computed; frees nothing."""
-        self.page_indices = ()
-        self.tail_slot = None
-        self.attempt = None
-        self.num_computed = 0
