@@ -3,10 +3,10 @@
     decoder                                        prefiller
       Hello ------------------------------------------->  compare
       <---------------------- Hello, or Goodbye(why)
-      PrefillRequest(id, pages, imm, count) -- ------>  queue, compute
+      PrefillRequest(id, pages, imm, count) ----------->  queue, compute
       <============ one-sided writes, each with imm =====
-      Cancel(id), if it likes --------------------------->  stop posting
-      <-- nothing; or, if not all is posted: PrefillStopped(posted)
+      Cancel(id), if nobody waits any more ------------>  stop posting
+      <-- nothing more; or PrefillStopped(why, posted)
       Heartbeat <-------------------------------------->  Heartbeat
 
 `posted` is how many writes of the attempt were ever handed to the medium, each of which the decoder
