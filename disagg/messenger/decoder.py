@@ -227,9 +227,7 @@ class DecoderMessenger(Messenger):
         if attempt is None or not ours or attempt.peer != peer:
             return  # it ended before the answer came
         if message.posted > attempt.count or attempt.state >= AttemptState.DRAINING:
-            raise ProtocolError(
-                f"expected one stop with at most {attempt.count} writes, got {message}"
-            )
+            raise ProtocolError(f"expected one stop of at most {attempt.count} writes: {message}")
         self._fail(attempt, message.why, permanent=message.permanent)
         attempt.move(AttemptState.DRAINING)
         self._transfer.lower(attempt.imm, message.posted)
