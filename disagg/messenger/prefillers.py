@@ -89,9 +89,7 @@ class Prefillers:
         if not sizes:
             return NoPrefiller(why="no prefiller is connected", permanent=False)
         most = max(size for _, size in sizes)
-        why = (
-            f"prompt of {num_pages} pages: prefillers have {most}; start them with more --num-pages"
-        )
+        why = f"prompt needs {num_pages} pages: a prefiller's pool has {most}; raise --num-pages"
         return NoPrefiller(why=why, permanent=len(sizes) == len(self._prefillers))
 
     def greet(self, peer: Peer, hello: Hello) -> None:
