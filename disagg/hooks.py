@@ -34,15 +34,14 @@ class FetchKV:
 
     `attempt` is a number that the engine never uses twice (u32, increasing from 1).
     `page_indices` lists the pages for prompt positions 0..N-2, `ceil((N-1) / page_size)` of them.
-    `num_held_pages` leading ones are filled already. `retries` counts earlier attempts.
-    `dp_rank` is the data-parallel group of ranks that has the pages.
+    `retries` counts earlier attempts. `dp_rank` is the data-parallel group of ranks that has the
+    pages.
     """
 
     attempt: int
     token_ids: tuple[int, ...]
     page_indices: tuple[int, ...]
     tail_slot: int
-    num_held_pages: int = 0
     retries: int = 0
     dp_rank: int = 0
 

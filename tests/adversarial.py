@@ -129,7 +129,6 @@ class Network:
         engine.end_writes(conn)
         if conn.shown[end]:
             engine.events.append(PeerLost(peer=conn.peers[end], why=why))
-        engine.counter.forget_peer(conn.peers[end])
         if all(conn.lost[e] or conn.ends[e].dead for e in (0, 1)):
             conn.messages[0].clear()
             conn.messages[1].clear()
@@ -275,7 +274,10 @@ class FakeTransfer(TransferEngine):
 
     def poll(self, timeout: float) -> list[Event]:
         events, self.events = self.events, []
-        return events + [ImmReached(imm=imm) for imm in self.counter.take_reached()]
+        for event in events:
+            if isinstance(event, PeerLost):
+                self.counter.forget_peer(event.peer)
+        return [*(ImmReached(imm=imm) for imm in self.counter.take_reached()), *events]
 
     def wake(self) -> None:
         pass

@@ -30,5 +30,5 @@ def engine_balance(engine: Engine) -> Balance:
         free_tail_slots=engine._scheduler.slots.num_free,
         open_requests=len(engine._open),
         open_jobs=len(engine._jobs),
-        open_attempts=len(attempts._fetching) + len(attempts._parted),
+        open_attempts=len(attempts._owners),
     )

@@ -11,12 +11,10 @@ import msgspec
 
 from disagg.messenger.messages import (
     PROTOCOL_VERSION,
-    CancelAck,
     Heartbeat,
     Message,
-    PrefillFailed,
-    PrefillRejected,
     PrefillRequest,
+    PrefillStopped,
     decode,
     encode,
 )
@@ -52,14 +50,14 @@ def unanswered_cancel_ends_with_a_fence(code: Code) -> None:
 
 
 def say(world: World, attempt: int, *, posted: int | None, rejects: bool = False) -> None:
-    """A PrefillFailed for the decoder's attempt, forged in its prefiller's name; with `rejects`
-    a PrefillRejected after it."""
+    """A PrefillStopped for the decoder's attempt, forged in its prefiller's name; with `rejects`
+    one more, as if nothing had been posted."""
     messenger = world.decode_node.messenger
     asked = messenger._attempts[attempt]
     number = messenger._attempt_id(asked)
-    lies: list[Message] = [PrefillFailed(attempt_id=number, why="lie", posted=posted)]
+    lies: list[Message] = [PrefillStopped(attempt_id=number, why="lie", posted=posted)]
     if rejects:
-        lies.append(PrefillRejected(attempt_id=number, permanent=False, why="lie"))
+        lies.append(PrefillStopped(attempt_id=number, why="lie"))
     events = [MessageReceived(peer=asked.peer, data=encode(lie)) for lie in lies]
     world.decode_node.transfer.events += events
 
@@ -125,7 +123,7 @@ def a_cancel_near_the_deadline_has_time(code: Code) -> None:
 
 
 def finished_still_waits_for_the_count(code: Code) -> None:
-    """CancelAck(finished) overtakes the writes: pages are free only when all have landed."""
+    """A Cancel of what was posted and completed: pages are free only when all has landed."""
     for seed in range(10):
         world = connected(seed, code)
         client = world.submit(12)
@@ -157,7 +155,7 @@ def finished_still_waits_for_the_count(code: Code) -> None:
 
 
 def posted_is_exact(code: Code) -> None:
-    """Rule 3: what CancelAck and PrefillFailed say is what lands, to the write."""
+    """Rule 3: what PrefillStopped says is what lands, to the write."""
     for seed in range(20):
         rng = random.Random(seed)
         world = connected(seed, code)
@@ -175,7 +173,7 @@ def posted_is_exact(code: Code) -> None:
             match decode(data):
                 case PrefillRequest() as request:
                     imms[request.attempt_id] = request.imm
-                case (CancelAck() | PrefillFailed()) as answer if answer.posted is not None:
+                case PrefillStopped() as answer:
                     said[imms[answer.attempt_id]] = answer.posted
 
         world.network.on_write_lands, world.network.on_message_sent = on_land, on_sent
@@ -210,7 +208,7 @@ def retries_end(code: Code) -> None:
 
 
 def a_failure_after_the_answer_is_fenced(code: Code) -> None:
-    """Rule 3: a posted write that fails after CancelAck(posted) makes that number wrong: fence."""
+    """Rule 3: a posted write that fails after PrefillStopped makes that number wrong: fence."""
     seen = 0
     for seed in range(25):
         world = connected(seed, code)
@@ -226,7 +224,7 @@ def a_failure_after_the_answer_is_fenced(code: Code) -> None:
         world.decode_node.messenger.poll(0)  # Cancel leaves
         while conn.messages[end]:
             world.network.deliver(conn, end)
-        node.messenger.poll(0)  # CancelAck leaves; writes are still in flight
+        node.messenger.poll(0)  # PrefillStopped leaves; writes are still in flight
         if not transfer.in_flight:
             continue
         world.fail_write(0)
@@ -303,7 +301,6 @@ def lost_peers_leave_nothing(code: Code) -> None:
     assert len(prefiller._silence) == len(decoder._silence) == 1
     assert not world.decode_node.transfer.counter._waiting
     assert not prefiller._writer._tickets
-    assert all(p.num_attempts == 0 for p in decoder._prefillers._prefillers)
 
 
 def ask_raw(world: World, request: Message) -> list[Message] | None:
@@ -327,7 +324,6 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
         attempt_id=1,
         token_ids=tuple(range(8)),
         page_indices=(0, 1, 2),
-        num_held_pages=0,
         tail_slot=0,
         imm=900,
         expected_count=3 * NUM_LAYERS + 1,
@@ -338,8 +334,6 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
         {"page_indices": (0, 1)},
         {"page_indices": (0, 1, 1)},
         {"page_indices": (0, 1, 16)},
-        {"num_held_pages": 4},
-        {"num_held_pages": 1},
         {"tail_slot": 3},
         {"imm": 0},
         {"imm": 2**32},
@@ -349,7 +343,7 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
     )
     for wrong in wrongs:
         answers = ask_raw(world, msgspec.structs.replace(fine, **wrong))
-        refused = answers is None or [type(a).__name__ for a in answers] == ["PrefillRejected"]
+        refused = answers is None or [type(a).__name__ for a in answers] == ["PrefillStopped"]
         assert refused and not len(node.messenger._writer), f"{wrong} was taken: {answers}"
         world.run_fairly(1.0)
     assert ask_raw(world, fine) == [] and len(node.messenger._writer) == 1

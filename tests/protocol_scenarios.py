@@ -16,13 +16,11 @@ from disagg.kv_layout import PageOrder
 from disagg.messenger.messages import (
     PROTOCOL_VERSION,
     Cancel,
-    CancelAck,
     Goodbye,
     Hello,
     Message,
-    PrefillFailed,
-    PrefillRejected,
     PrefillRequest,
+    PrefillStopped,
     ProbeRequest,
     Role,
     decode,
@@ -74,6 +72,18 @@ def without_faults(code: Code) -> None:
         world.heal()
         assert not world.failures, world.failures
         assert {client.ended for client in world.clients} <= {"ready", "cancelled"}
+
+
+def cancels_cross_everything(code: Code) -> None:
+    """Rule 3: each request is cancelled when it is about to be ready, or just was."""
+    for seed in range(24):
+        world = connected(seed, code)
+        for _ in range(8):
+            client = world.submit(world.rng.randint(2, 14))
+            world.run(world.rng.randint(60, 220))
+            world.cancel(client)
+        world.heal()
+        assert not world.failures, world.failures
 
 
 def chaos(code: Code, seeds: range = range(60)) -> None:
@@ -327,7 +337,7 @@ def answers_of_others_do_not_count(code: Code) -> None:
     own_id = messenger._attempt_id(attempt)
     other = next(p.peer for p in messenger._prefillers.ready() if p.peer != attempt.peer)
     for peer, number in ((other, own_id), (attempt.peer, own_id ^ 1 << 40)):
-        forged = PrefillRejected(attempt_id=number, permanent=True, why="forged")
+        forged = PrefillStopped(attempt_id=number, permanent=True, why="forged")
         transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
         world.run_fairly(0.3)
         assert client.ended is None, f"an answer from peer {peer} about {number:#x} counted"
@@ -387,7 +397,6 @@ def never_is_not_later(code: Code) -> None:
         attempt_id=77,
         token_ids=tuple(range(12)),
         page_indices=(0, 1, 2, 3),
-        num_held_pages=0,
         tail_slot=0,
         imm=9999,
         expected_count=NUM_LAYERS * 4 + 1,
@@ -396,7 +405,7 @@ def never_is_not_later(code: Code) -> None:
     node.transfer.events.append(MessageReceived(peer=conn.peers[end], data=encode(request)))
     node.messenger.poll(0)
     answers = [decode(data) for data in conn.messages[1 - end]]
-    rejected = [answer for answer in answers if isinstance(answer, PrefillRejected)]
+    rejected = [answer for answer in answers if isinstance(answer, PrefillStopped)]
     assert rejected and rejected[0].permanent, answers
     conn.messages[1 - end].clear()
     world.heal()
@@ -514,7 +523,6 @@ class Stranger:
             identity=None if role == Role.PROBE else self.world.identity,
             num_pages=8,
             num_tail_slots=2,
-            max_prompt_tokens=0,
             tp=1,
             kv_regions=() if role == Role.PROBE else (self.region.descriptor,),
             tail_region=self.region.descriptor,
@@ -551,7 +559,7 @@ def probe_is_served(code: Code) -> None:
     ):
         answers = probe.hear(msgspec.structs.replace(wanted, **changes))
         assert [type(m).__name__ for m in answers if "Heartbeat" not in type(m).__name__] == [
-            "PrefillRejected"
+            "PrefillStopped"
         ], answers
     ended = probe.hear(msgspec.structs.replace(wanted, imm=0))
     assert any(isinstance(event, PeerLost) for event in ended), ended
@@ -566,7 +574,6 @@ def forged_messages_end_one_connection(code: Code) -> None:
         attempt_id=1,
         token_ids=(1, 2, 3, 4, 5),
         page_indices=(0, 1),
-        num_held_pages=0,
         tail_slot=0,
         imm=3,
         expected_count=2 * NUM_LAYERS + 1,
@@ -580,12 +587,11 @@ def forged_messages_end_one_connection(code: Code) -> None:
         (Role.DECODER, {}, (change(request, tail_slot=2),)),
         (Role.DECODER, {}, (change(request, imm=0),)),
         (Role.DECODER, {}, (change(request, expected_count=3),)),
-        (Role.DECODER, {}, (change(request, num_held_pages=3),)),
         (Role.DECODER, {}, (change(request, token_ids=(1,)),)),
         (Role.DECODER, {}, (change(request, attempt_id=2**64 - 1),)),
         (Role.DECODER, {}, (request, request)),
         (Role.DECODER, {}, (Cancel(attempt_id=2**64 - 1),)),
-        (Role.DECODER, {}, (CancelAck(attempt_id=1, posted=1),)),
+        (Role.DECODER, {}, (PrefillStopped(attempt_id=1, why="?", posted=1),)),
         (Role.DECODER, {"num_pages": 2**32 - 1, "num_tail_slots": 2**32 - 1}, (request,)),
         (Role.DECODER, {"kv_regions": ()}, (request,)),
         (Role.DECODER, {"kv_regions": (b"?",), "tail_region": b"?"}, (request,)),
@@ -617,7 +623,7 @@ def forged_messages_end_one_connection(code: Code) -> None:
         world.run_fairly(0.3)
         [attempt] = world.decode_node.messenger._attempts.values()
         attempt_id = world.decode_node.messenger._attempt_id(attempt)
-        forged = PrefillFailed(attempt_id=attempt_id, why="forged", posted=posted)
+        forged = PrefillStopped(attempt_id=attempt_id, why="forged", posted=posted)
         event = MessageReceived(peer=attempt.peer, data=encode(forged))
         world.decode_node.transfer.events.append(event)
         ends(world, client, within=2.0)
@@ -648,6 +654,7 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
 
 SCENARIOS: tuple[Scenario, ...] = (
     without_faults,
+    cancels_cross_everything,
     ranks_that_shard_differently,
     ranks_in_chaos,
     ranks_that_cannot_share_are_refused,

@@ -249,7 +249,6 @@ class PrefillNode:
                 epoch=epoch,
                 role=Role.PREFILLER,
                 identity=world.prefiller_identity,
-                max_prompt_tokens=100,
             ),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=self.clock,
@@ -279,8 +278,10 @@ class PrefillNode:
 
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
-        if self.refuses and isinstance(event, StartPrefill):
-            raise ValueError("no such token")
+        if isinstance(event, StartPrefill):
+            num_pages = pages_for(len(event.token_ids) - 1, PAGE_SIZE)
+            if self.refuses or num_pages > len(self.storage.page_owner):
+                raise ValueError("no such token, or too long")
         self.inbox.append(event)
 
     def drain(self) -> None:
@@ -381,9 +382,7 @@ class DecodeNode:
         self.decoding: list[int] = []
         self.next_attempt = 1
         memory = self.storage.memory
-        hello = memory.hello(
-            epoch=epoch, role=Role.DECODER, identity=world.identity, max_prompt_tokens=100
-        )
+        hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
         wiring = Wiring(
             transfer=self.transfer,
             memory=memory,
@@ -435,20 +434,11 @@ class DecodeNode:
                 token_ids=client.tokens,
                 page_indices=pages,
                 tail_slot=slot,
-                num_held_pages=self.hold(client.tokens, pages),
                 retries=client.retries,
                 dp_rank=self.rng.randrange(self.dp) if self.dp > 1 else 0,
             )
             self.fetching[number] = (client, fetch)
             self.messenger.on_fetch(fetch)
-
-    def hold(self, tokens: tuple[int, ...], pages: tuple[int, ...]) -> int:
-        """Now and then some leading pages are here already, as after a prefix cache hit."""
-        num_held = self.rng.randint(0, len(pages)) if self.rng.random() < 0.3 else 0
-        for position in range(min(num_held * PAGE_SIZE, len(tokens) - 1)):
-            for layer in range(NUM_LAYERS):
-                self.storage.fill(tokens, layer, position, pages[position // PAGE_SIZE])
-        return num_held
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
@@ -517,7 +507,7 @@ class DecodeNode:
                         f"attempt {fetch.attempt}, layer {layer}, position {position}, rank {rank}:"
                         f" found {found}, expected {expected}"
                     )
-        num_pages = NUM_LAYERS * len(asked.pages - asked.held) * self.tp
+        num_pages = NUM_LAYERS * len(asked.pages) * self.tp
         num_bytes = num_pages * self.storage.layout.page_bytes + self.storage.tail.slot_bytes
         assert len(asked.landed) == num_bytes, f"{len(asked.landed)} of {num_bytes} bytes landed"
         assert said.writes == asked.num_writes == asked.expected_count, f"{asked} is not {said}"
@@ -534,7 +524,6 @@ class Asked:
     node: DecodeNode
     attempt: int
     pages: set[int]
-    held: set[int]
     slot: int
     ranks: range
     expected_count: int
@@ -709,7 +698,6 @@ class World:
                 node=node,
                 attempt=message.attempt_id & 0xFFFFFFFF,
                 pages=set(pages),
-                held=set(pages[: message.num_held_pages]),
                 slot=message.tail_slot,
                 ranks=range(first_rank, first_rank + node.tp),
                 expected_count=message.expected_count,
@@ -734,7 +722,7 @@ class World:
             page = write.offset % layout.layer_bytes // layout.page_bytes
             inside = write.offset % layout.page_bytes
             assert inside + len(write.source) <= layout.page_bytes, "a write leaves its page"
-            assert page in asked.pages - asked.held, f"a write landed in foreign page {page}"
+            assert page in asked.pages, f"a write landed in foreign page {page}"
             owner = held.page_owner[page]
             assert owner == asked.attempt, (
                 f"a write of attempt {asked.attempt} landed in page {page}, now {owner}'s"

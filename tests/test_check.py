@@ -322,7 +322,6 @@ def hello(role):
         identity=IDENTITY,
         num_pages=1,
         num_tail_slots=1,
-        max_prompt_tokens=9,
         tp=1,
         kv_regions=(b"",),
         tail_region=b"",
@@ -355,7 +354,7 @@ def node_that_says(*answers):
 
 
 OURS = messages.encode(hello("prefiller"))
-REJECTED = messages.encode(messages.PrefillRejected(attempt_id=0, permanent=True, why="no"))
+REJECTED = messages.encode(messages.PrefillStopped(attempt_id=0, permanent=True, why="no"))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,6 @@ class Messenger:
 
     def on_fetch(self, fetch) -> None:
         assert fetch.attempt not in self.fetches
-        assert fetch.num_held_pages == 0
         assert len(fetch.page_indices) == pages_for(len(fetch.token_ids) - 1, P)
         self.fetches[fetch.attempt] = fetch
         if not self.lose:
@@ -555,7 +554,6 @@ def test_what_does_not_fit_beside_stuck_pages_ends_and_the_rest_goes_on(then, li
     for ended in (*hopeless, late):
         finish, why = decoder.ends[ended]
         assert finish is FinishReason.ERROR and "a prefiller hangs" in why
-        assert f"4 of {decoder.scheduler.pages.capacity} pages and 1 of" in why
     assert decoder.ends[small][0] is FinishReason.LENGTH, "others wait behind it"
     messenger.scribble([1])
     decoder.engine.post(KVReleased(attempt=1))

@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.engine.sampling import cut, greedy, heat, sample, uniform
+from disagg.engine.sampling import cut, greedy, sample, uniform
 from disagg.request import MAX_LOGPROBS, Request, SamplingParams
 from disagg.serve.node import Node
 from tests.nodes import DEADLINE_SECONDS, node_config, pair, prompt_of
@@ -25,10 +26,9 @@ def ids(sampled):
 
 def kept(weights, **wish):
     """Which tokens of one row stay."""
-    row = torch.tensor([weights], dtype=torch.float64)
-    left = cut(row, [SamplingParams(temperature=1.0, **wish)])
-    assert all(left[0, i] in (0, row[0, i]) for i in range(len(weights)))
-    return left[0].nonzero()[:, 0].tolist()
+    left = cut(np.array(weights), SamplingParams(temperature=1.0, **wish))
+    assert all(left[i] in (0, weight) for i, weight in enumerate(weights))
+    return left.nonzero()[0].tolist()
 
 
 # --- The likeliest ---
@@ -47,7 +47,7 @@ def test_no_rows_give_no_tokens():
 
 def test_greedy_rows_compute_no_probabilities(monkeypatch):
     """They cost what they did before there was anything else."""
-    monkeypatch.setattr("disagg.engine.sampling.heat", None)
+    monkeypatch.setattr("disagg.engine.sampling.draw", None)
     monkeypatch.setattr(torch.Tensor, "log_softmax", None)
     wish = SamplingParams(top_k=3, top_p=0.5, seed=1)
     assert ids(sample(torch.tensor([[0.0, 2.0, 1.0]]), [wish], [0])) == [1]
@@ -337,4 +337,5 @@ def test_what_is_out_of_range_is_refused_by_its_name_in_one_line(field, values):
 def test_what_is_at_the_border_is_taken():
     SamplingParams(max_tokens=1, temperature=0, top_k=1, top_p=1, seed=0, logprobs=0)
     SamplingParams(top_p=1e-300, seed=2**64, logprobs=MAX_LOGPROBS, stop=("a", "b"))
-    assert heat(torch.tensor([[3.0, 3.0]]), [SamplingParams(temperature=1)]).tolist() == [[1, 1]]
+    wishes = [SamplingParams(temperature=1, seed=seed) for seed in range(30)]
+    assert set(ids(sample(torch.tensor([[3.0, 3.0]] * 30), wishes, [0] * 30))) == {0, 1}

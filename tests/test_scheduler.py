@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
+from disagg.engine.attempts import Attempts
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.kv_layout import pages_for
@@ -301,15 +302,15 @@ def test_the_last_prompt_token_of_a_fetched_sequence_is_a_decode():
     assert run_step(scheduler) == [(2, 6, 1), (1, 0, 2)]
 
 
-def test_one_that_lost_its_pages_starts_from_zero():
+def test_one_that_is_tried_again_starts_from_zero_and_without_pages():
     scheduler = make()
-    sequence = add(scheduler, 1, 7, remote=True)
+    parted = add(scheduler, 1, 7, remote=True)
     scheduler.admit()
-    sequence.attempt, sequence.num_computed = 3, 6
-    sequence.disown()
-    assert (sequence.page_indices, sequence.tail_slot, sequence.attempt) == ((), None, None)
-    assert sequence.num_computed == 0
-    assert sequence.num_pending == 7
+    owned = (parted.page_indices, parted.tail_slot)
+    again = Attempts(scheduler, None).try_again(parted, remote=True)
+    assert (again.page_indices, again.tail_slot, again.attempt) == ((), None, None)
+    assert (again.num_computed, again.num_pending, again.retries) == (0, 7, 1)
+    assert (parted.page_indices, parted.tail_slot) == owned != ((), None)
 
 
 def test_one_that_comes_back_gets_its_old_place():
@@ -317,11 +318,9 @@ def test_one_that_comes_back_gets_its_old_place():
     first, second, third = (add(scheduler, number, 9, remote=True) for number in (1, 2, 3))
     assert scheduler.admit() == [first, second]
     for sequence in (second, first):  # both failed, the later one first
-        scheduler.pages.free(sequence.page_indices)
-        scheduler.free_tail_slot(sequence)
-        sequence.disown()
-        scheduler.add(sequence)
-    assert scheduler.waiting == [first, second, third]
+        Attempts(scheduler, None).try_again(sequence, remote=True)
+    assert [sequence.number for sequence in scheduler.waiting] == [1, 2, 3]
+    assert scheduler.waiting[2] is third
 
 
 STOP = 5

@@ -2,23 +2,26 @@
 
 A fetched page is the attempt's from `on_fetch` on. `KVReady` makes it the request's; otherwise it
 is free only at `KVReleased`, when nothing can land in it any more, however long that takes. A
-request that was cancelled or whose attempt failed leaves at once, without its pages. If that may be
-for ever (`KVStuck`), requests that do not fit beside them are not kept waiting.
+request that was cancelled or whose attempt failed leaves at once, without its pages: they stay with
+the sequence that fetched, and a request that is tried again goes on as another.
 
-                      .-- KVReady ----> gone: pages and slot are the request's
-    start (on_fetch) -+-- KVFailed ---> the request leaves, pages stay -.
-                      '-- cancel -----> the request leaves, pages stay -'- KVReleased -> gone: free
+                      .-- KVReady ----> gone: the sequence runs
+    start (on_fetch) -+-- KVFailed ---> parted: it only owns pages -.
+                      '-- cancel -----> parted: it only owns pages -'- KVReleased -> gone: free
+
+If the release may never come (`KVStuck`), requests that do not fit beside are not kept waiting.
 """
 
 import itertools
+from dataclasses import replace
 
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
-from disagg.hooks import DecodeHooks, FetchKV, NextStep
+from disagg.hooks import DecodeHooks, FetchKV
 
 
 class Attempts:
-    """All attempts whose pages are not the request's or free yet; the engine thread's alone.
+    """All attempts whose pages are not a running request's or free; the engine thread's alone.
 
     Events may name attempts that are not known here, or that nobody waits for: answers that
     crossed a cancel. Ignoring them is harmless. Numbers never come back, so they cannot mean
@@ -28,10 +31,9 @@ class Attempts:
     def __init__(self, scheduler: Scheduler, hooks: DecodeHooks | None) -> None:
         self._scheduler = scheduler
         self._hooks = hooks
-        self._fetching: dict[int, Sequence] = {}
-        #: Pages and tail slot of those that nobody waits for any more.
-        self._parted: dict[int, tuple[tuple[int, ...], int]] = {}
-        #: Which of those may never be released.
+        #: Whose pages they are. One that still waits has the number as its `attempt`.
+        self._owners: dict[int, Sequence] = {}
+        #: Which of them may never be released.
         self._stuck: set[int] = set()
         self._numbers = itertools.count(1)
 
@@ -40,7 +42,7 @@ class Attempts:
         assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         attempt = sequence.attempt = next(self._numbers)
-        self._fetching[attempt] = sequence
+        self._owners[attempt] = sequence
         self._hooks.on_fetch(
             FetchKV(
                 attempt=attempt,
@@ -53,69 +55,47 @@ class Attempts:
 
     def on_ready(self, attempt: int) -> Sequence | None:
         """Everything has landed: let the request decode, and return it if it still waits."""
-        sequence = self._fetching.pop(attempt, None)
+        sequence = self.part(attempt)
         if sequence is not None:
+            del self._owners[attempt]
             self._scheduler.ready(sequence)
         return sequence
 
-    def on_failed(self, attempt: int, then: NextStep) -> Sequence | None:
-        """It will not complete: queue the request again, or end and return it if it is to fail."""
-        if attempt not in self._fetching:
+    def part(self, attempt: int) -> Sequence | None:
+        """Who waits for an attempt, but no longer; it keeps the pages. None if nobody does."""
+        sequence = self._owners.get(attempt)
+        if sequence is None or sequence.attempt is None:
             return None
-        sequence = self._part(attempt)
-        if then is NextStep.FAIL:
-            self._scheduler.release(sequence)
-            return sequence
-        # From zero and in fresh pages: the old ones may still be written into.
-        sequence.remote = then is NextStep.RETRY
-        sequence.retries += 1
-        self._scheduler.add(sequence)
-        return None
+        sequence.attempt = None
+        return sequence
 
-    def cancel(self, sequence: Sequence) -> None:
-        """The request of a fetching sequence is not wanted any more; part it from its attempt."""
-        hooks, attempt = self._hooks, sequence.attempt
-        assert hooks is not None and attempt is not None, f"{sequence.number} fetches nothing"
-        hooks.on_cancel(attempt)
-        self._part(attempt)
+    def try_again(self, parted: Sequence, *, remote: bool) -> Sequence:
+        """Queue its request from zero and for fresh pages: the old ones may still be written to."""
+        retries = parted.retries + 1
+        again = replace(parted, page_indices=(), tail_slot=None, remote=remote, retries=retries)
+        self._scheduler.add(again)
+        return again
+
+    def cancel(self, attempt: int) -> None:
+        """Its request is not wanted any more."""
+        assert self._hooks is not None, f"attempt {attempt} has no messenger"
+        self._hooks.on_cancel(attempt)
+        self.part(attempt)
 
     def on_stuck(self, attempt: int) -> None:
         """Count on its pages and slot no more, until they are released all the same."""
-        if attempt in self._parted:
-            self._stuck.add(attempt)
+        self._stuck.add(attempt)
 
-    def pop_hopeless(self) -> list[tuple[Sequence, str]]:
-        """End the queued requests that all but what is stuck could not hold; each with its why."""
-        if not self._stuck:
-            return []
-        pages, slots = self._scheduler.pages.capacity, self._scheduler.slots.capacity
-        num_stuck = sum(len(self._parted[attempt][0]) for attempt in self._stuck)
-        ended = []
-        for sequence in list(self._scheduler.waiting):
-            num_pages = self._scheduler.num_pages_of(sequence)
-            no_slot = sequence.fetches and len(self._stuck) == slots
-            if num_pages > pages - num_stuck or no_slot:
-                self._scheduler.release(sequence)
-                why = (
-                    f"a prefiller hangs that may still write into {num_stuck} of {pages} pages and"
-                    f" {len(self._stuck)} of {slots} tail slots; the rest cannot hold this request"
-                    f" of {num_pages} pages; let that process go on, or end it"
-                )
-                ended.append((sequence, why))
-        return ended
+    def hopeless(self) -> Sequence | None:
+        """The head of a queue that moves no more, for all that is not free now is stuck."""
+        waiting, all_stuck = self._scheduler.waiting, self._owners.keys() <= self._stuck
+        if waiting and self._owners and all_stuck and not self._scheduler.running:
+            return waiting[0]
+        return None
 
     def on_released(self, attempt: int) -> None:
         """Nothing can land any more: free what a failed or cancelled attempt still owns."""
-        assert attempt not in self._fetching, f"attempt {attempt} is released, but still waited for"
-        if attempt in self._parted:  # else they are the request's, or free already
-            page_indices, tail_slot = self._parted.pop(attempt)
-            self._stuck.discard(attempt)
-            self._scheduler.pages.free(page_indices)
-            self._scheduler.slots.free((tail_slot,))
-
-    def _part(self, attempt: int) -> Sequence:
-        sequence = self._fetching.pop(attempt)
-        assert sequence.tail_slot is not None, f"request {sequence.number} fetches without a slot"
-        self._parted[attempt] = (sequence.page_indices, sequence.tail_slot)
-        sequence.disown()
-        return sequence
+        owner = self._owners.pop(attempt, None)
+        if owner is not None:  # else it runs, or was freed already
+            assert owner.attempt is None, f"attempt {attempt} is released, but still waited for"
+            self._scheduler.release(owner)

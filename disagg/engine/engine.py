@@ -31,6 +31,12 @@ from disagg.engine.sequence import OnOutput, Sequence
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
 
+#: Why a request ends that would wait for a fence, which may never come.
+HOPELESS = (
+    "a prefiller hangs that may still write into pages and tail slots; those that are left cannot"
+    " hold this request; let that process go on, or end it"
+)
+
 
 class Engine:
     """See the module. A prefiller's engine has `prefill_hooks`, a decoder's `decode_hooks` (it then
@@ -144,9 +150,14 @@ class Engine:
                     ready.transfer = event.transfer
                     ready.stopwatch.reach("prefilled", self._clock())
             case hooks.KVFailed():
-                ended = self._attempts.on_failed(event.attempt, event.then)
-                if ended is not None:
-                    self._deliver(ended, FinishReason.ERROR, error=event.why)
+                failed = self._attempts.part(event.attempt)
+                if failed is not None and event.then is hooks.NextStep.FAIL:
+                    self._deliver(failed, FinishReason.ERROR, error=event.why)
+                elif failed is not None:
+                    remote = event.then is hooks.NextStep.RETRY
+                    again = self._attempts.try_again(failed, remote=remote)
+                    with self._lock:
+                        self._open[again.number] = again
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)
             case hooks.KVReleased():
@@ -162,11 +173,14 @@ class Engine:
 
     def _run_step(self) -> bool:
         now = self._clock()
-        for hopeless, why in self._attempts.pop_hopeless():
-            self._deliver(hopeless, FinishReason.ERROR, error=why)
         for sequence in self._scheduler.admit():
             sequence.stopwatch.reach("started", now)
             self._attempts.start(sequence)
+        hopeless = self._attempts.hopeless()
+        if hopeless is not None:  # the next step sees who waits behind it
+            self._scheduler.release(hopeless)
+            self._deliver(hopeless, FinishReason.ERROR, error=HOPELESS)
+            return True
         step = self._scheduler.schedule()
         if not step:
             return False
@@ -218,8 +232,9 @@ class Engine:
         if sequence is None:
             return
         if sequence.attempt is not None:
-            self._attempts.cancel(sequence)
-        self._scheduler.release(sequence)
+            self._attempts.cancel(sequence.attempt)
+        else:
+            self._scheduler.release(sequence)
         self._deliver(sequence, FinishReason.CANCELLED)
 
     def _start_job(self, job: Sequence) -> None:

@@ -121,7 +121,8 @@ class Scheduler:
             if sequence.fetches and self.slots.num_free == 0:
                 break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
-            pages = self.pages.allocate(self.num_pages_of(sequence))
+            most_tokens = sequence.num_prompt_tokens + sequence.max_tokens
+            pages = self.pages.allocate(pages_for(most_tokens, self.cache.page_size))
             if pages is None:
                 break
             sequence.page_indices = pages
@@ -133,11 +134,6 @@ class Scheduler:
                 bisect.insort(self.running, sequence, key=attrgetter("arrival"))
         return to_fetch
 
-    def num_pages_of(self, sequence: Sequence) -> int:
-        """All the pages that a sequence can ever need."""
-        num_tokens = sequence.num_prompt_tokens + sequence.max_tokens
-        return pages_for(num_tokens, self.cache.page_size)
-
     def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
         """The pages of positions 0..N-2: one less than those of the prompt where N = k * P + 1."""
         return sequence.page_indices[
@@ -147,7 +143,6 @@ class Scheduler:
     def ready(self, sequence: Sequence) -> None:
         """KV of positions 0..N-2 has landed in the pages of a fetching sequence: let it decode."""
         sequence.num_computed = sequence.num_prompt_tokens - 1
-        sequence.attempt = None
         bisect.insort(self.running, sequence, key=attrgetter("arrival"))
 
     def schedule(self) -> Step:
@@ -175,7 +170,7 @@ class Scheduler:
         self.hold(sequence)
         self.free_tail_slot(sequence)
         self.pages.free(sequence.page_indices)
-        sequence.disown()
+        sequence.page_indices = ()
 
     def free_tail_slot(self, sequence: Sequence) -> None:
         """Give the tail slot back, if the sequence has one."""

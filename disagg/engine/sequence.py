@@ -5,12 +5,13 @@ A sequence is either a request that generates tokens or a prefill job that compu
 
     waiting -> running -> finished            a request that computes everything here
     waiting -> fetching -> running ...        a request that has positions 0..N-2 computed elsewhere
-        ^----------'                          (the attempt failed: again, or computed here)
+                  '------> parted -> finished (the attempt failed; another goes on, from waiting)
     waiting -> running -> held -> finished    a job: held until nobody reads its pages any more
         '------------------^                  (it was stopped before it ran)
 
 From each of them to finished: cancelled, or failed. A waiting or running sequence is in the list of
-that name, a fetching one has an `attempt`, one that is held owns pages, one that is finished none.
+that name, a fetching one has an `attempt`, one that is held or parted owns pages, one that is
+finished none.
 """
 
 from collections.abc import Callable
@@ -89,10 +90,3 @@ class Sequence:
             self.finish = FinishReason.STOP
         elif self.num_output_tokens >= self.max_tokens:
             self.finish = FinishReason.LENGTH
-
-    def disown(self) -> None:
-        """Forget pages, slot and attempt, and with them all that was computed; frees nothing."""
-        self.page_indices = ()
-        self.tail_slot = None
-        self.attempt = None
-        self.num_computed = 0

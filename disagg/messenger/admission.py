@@ -6,7 +6,7 @@ never be served is refused at once, so that nobody waits for it.
 
 from collections.abc import Sequence
 
-from disagg.kv_layout import pages_for
+from disagg.kv_layout import KVLayout, pages_for
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Identity, Role
 from disagg.messenger.sharding import Slice, expected_count
@@ -40,48 +40,23 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | Non
     return None
 
 
-def fits(prefiller: Hello, num_tokens: int) -> str | None:
-    """Why a prompt of `num_tokens` can never be prefilled there, or None. Both sides ask this."""
-    assert prefiller.identity is not None, "only prefillers are asked"
-    page_size = prefiller.identity.page_size
-    num_pages = pages_for(num_tokens - 1, page_size)
-    if num_tokens > prefiller.max_prompt_tokens:
-        return (
-            f"prompt of {num_tokens} tokens is too long: the model takes at most"
-            f" {prefiller.max_prompt_tokens}"
-        )
-    if num_pages > prefiller.num_pages:
-        return (
-            f"prompt of {num_tokens} tokens needs {num_pages} pages of {page_size} tokens: the"
-            f" prefiller's pool has {prefiller.num_pages}; start it with more --num-pages"
-        )
-    return None
-
-
-def request_problem(
-    request: messages.PrefillRequest, *, ours: Hello, theirs: Hello, slices: Sequence[Slice]
-) -> str | None:
-    """Why this request can never be served, or None."""
-    assert ours.identity is not None, "a prefiller knows its model"
-    num_tokens, pages = len(request.token_ids), request.page_indices
-    too_long = fits(ours, num_tokens)
-    if too_long is not None:
-        return too_long
-    num_pages = pages_for(num_tokens - 1, ours.identity.page_size)
-    if len(pages) != num_pages or len(set(pages)) != num_pages:
-        return f"expected {num_pages} different pages for {num_tokens} tokens, got {len(pages)}"
-    num_groups = len(theirs.kv_regions) // theirs.tp
-    in_memory = max(pages) < theirs.num_pages and request.tail_slot < theirs.num_tail_slots
-    if not in_memory or request.dp_rank >= num_groups:
-        return (
-            f"page indices must lie below {theirs.num_pages}, tail_slot below"
-            f" {theirs.num_tail_slots}, dp_rank below {num_groups}, as said in Hello"
-        )
-    num_sent_pages = num_pages - request.num_held_pages
-    count = expected_count(slices, ours.identity.num_layers, num_sent_pages)
-    if count != request.expected_count:
-        return f"expected_count {request.expected_count} is not the {count} writes there would be"
-    return None
+def check_request(
+    request: messages.PrefillRequest, *, layout: KVLayout, theirs: Hello, slices: Sequence[Slice]
+) -> None:
+    """ValueError for a request that would write a wrong place or number, as said in Hello."""
+    pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
+    num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)
+    count = expected_count(slices, layout.num_layers, num_pages)
+    rules = {
+        f"{num_pages} different pages": len(pages) == len(set(pages)) == num_pages,
+        f"page indices below {theirs.num_pages}": max(pages, default=0) < theirs.num_pages,
+        f"a tail_slot below {theirs.num_tail_slots}": request.tail_slot < theirs.num_tail_slots,
+        f"a dp_rank below {num_groups}": request.dp_rank < num_groups,
+        f"an expected_count of {count}": request.expected_count == count,
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError(f"expected {', '.join(broken)}; got {request!s:.400}")
 
 
 def check_probe(probe: messages.ProbeRequest, scratch_bytes: int) -> None:

@@ -8,9 +8,9 @@
 
     WAITING --a prefiller is ready--> REQUESTED
     WAITING --cancelled, or none is ready in time--> GONE
-    REQUESTED --count reached--> GONE (KVReady); --rejected--> GONE (nothing was posted)
-    REQUESTED --failed, `posted` is told--> DRAINING;  --cancelled, too old--> CANCELLING
-    CANCELLING --`posted` is told--> DRAINING;  --whole count reached, rejected--> GONE
+    REQUESTED --count reached--> GONE (KVReady)
+    REQUESTED --PrefillStopped tells `posted`--> DRAINING;  --cancelled, too old--> CANCELLING
+    CANCELLING --PrefillStopped tells `posted`--> DRAINING;  --whole count reached--> GONE
     DRAINING --as much as was posted has arrived--> GONE
     REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
@@ -23,7 +23,7 @@ call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
 import enum
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -47,29 +47,23 @@ from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerL
 logger = logging.getLogger(__name__)
 
 
-@enum.unique
-class AttemptState(enum.Enum):
-    """How far an attempt has come on the decoder, and the states that may follow."""
+class AttemptState(enum.IntEnum):
+    """How far an attempt has come on the decoder: it only goes forward, perhaps by a leap."""
 
-    WAITING = ("REQUESTED", "GONE")  # for a prefiller to be connected
-    REQUESTED = ("CANCELLING", "DRAINING", "FENCING", "GONE")  # counting towards the whole
-    CANCELLING = ("DRAINING", "FENCING", "GONE")  # Cancel is sent; what was posted is not known yet
-    DRAINING = ("FENCING", "GONE")  # counting towards what was posted
-    FENCING = ("GONE",)  # the peer is gone; its writes may still land
-    GONE = ()  # pages and tail slot are the engine's again
+    WAITING = 0  # for a prefiller to be connected
+    REQUESTED = 1  # counting towards the whole
+    CANCELLING = 2  # Cancel is sent; what was posted is not known yet
+    DRAINING = 3  # counting towards what was posted
+    FENCING = 4  # the peer is gone; its writes may still land
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One `FetchKV` in work. `deadline` is on the messenger's clock, in seconds.
-
-    `wanted` is true until the engine has heard how it ends (or has cancelled it).
-    """
+    """One `FetchKV` in work. `deadline` is on the messenger's clock, in seconds."""
 
     fetch: FetchKV
     deadline: float
     state: AttemptState = AttemptState.WAITING
-    wanted: bool = True
     imm: int = 0
     count: int = 0
     prefiller: Prefiller | None = None
@@ -77,9 +71,14 @@ class Attempt:
     transport: str = ""
 
     def move(self, to: AttemptState) -> None:
-        """Change state along the table."""
-        assert to.name in self.state.value, f"attempt went {self.state} -> {to}"
+        """Go forward."""
+        assert to > self.state, f"attempt went {self.state!r} -> {to!r}"
         self.state = to
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the engine waits for it: it has not cancelled it, nor heard how it ends."""
+        return self.state <= AttemptState.REQUESTED
 
 
 class DecoderMessenger(Messenger):
@@ -140,7 +139,6 @@ class DecoderMessenger(Messenger):
         if attempt is None:  # it ended by itself while the cancel was on its way
             self._post(KVReleased(attempt=wish))
             return
-        attempt.wanted = False
         if attempt.state is AttemptState.WAITING:
             self._end(attempt)
         elif attempt.state is AttemptState.REQUESTED:
@@ -149,28 +147,27 @@ class DecoderMessenger(Messenger):
     def _request(self, attempt: Attempt) -> None:
         """Send an attempt to a prefiller, or see why that cannot be."""
         fetch = attempt.fetch
-        chosen = self._prefillers.choose(len(fetch.token_ids))
+        load = Counter(other.peer for other in self._attempts.values())
+        chosen = self._prefillers.choose(len(fetch.page_indices), load)
         if not isinstance(chosen, Prefiller):
             may_wait = self._config.on_failure == "retry" and not chosen.permanent
             if not may_wait or self._clock() >= attempt.deadline:
                 self._fail(attempt, chosen.why, permanent=chosen.permanent)
                 self._end(attempt)
             return
-        num_sent_pages = len(fetch.page_indices) - fetch.num_held_pages
-        count = expected_count(chosen.slices, self._memory.layout.num_layers, num_sent_pages)
+        num_layers, num_pages = self._memory.layout.num_layers, len(fetch.page_indices)
+        count = expected_count(chosen.slices, num_layers, num_pages)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self._clock() + self._config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
         attempt.transport = self._transfer.transport_to(chosen.peer)
         attempt.imm, attempt.count = self._next_imm, count
         self._next_imm += 1
-        chosen.num_attempts += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
         request = messages.PrefillRequest(
             attempt_id=self._attempt_id(attempt),
             token_ids=fetch.token_ids,
             page_indices=fetch.page_indices,
-            num_held_pages=fetch.num_held_pages,
             tail_slot=fetch.tail_slot,
             imm=attempt.imm,
             expected_count=count,
@@ -216,44 +213,30 @@ class DecoderMessenger(Messenger):
                 super()._on_message(peer, message)
             case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
                 raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
-            case messages.PrefillRejected() | messages.PrefillFailed() | messages.CancelAck():
-                self._on_answer(peer, message)
+            case messages.PrefillStopped():
+                self._on_stopped(peer, message)
             case messages.Heartbeat():
                 self._prefillers.on_beat(peer, message.clock_ns)
             case _:
                 super()._on_message(peer, message)
 
-    def _on_answer(self, peer: Peer, message: messages.Answer) -> None:
+    def _on_stopped(self, peer: Peer, message: messages.PrefillStopped) -> None:
+        """Rule 3: the pages are free when as much has arrived as was ever posted."""
         attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
         ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
         if attempt is None or not ours or attempt.peer != peer:
             return  # it ended before the answer came
-        match message:
-            case messages.PrefillRejected() if attempt.state is AttemptState.DRAINING:
-                raise ProtocolError(f"rejected after it was posted for: {message.why}")
-            case messages.PrefillRejected():
-                self._fail(attempt, message.why, permanent=message.permanent)
-                self._end(attempt)
-            case messages.PrefillFailed():
-                self._fail(attempt, message.why)
-                self._drain(attempt, message.posted)
-            case messages.CancelAck() if attempt.state is AttemptState.CANCELLING:
-                self._drain(attempt, attempt.count if message.posted is None else message.posted)
-
-    def _drain(self, attempt: Attempt, posted: int) -> None:
-        """Rule 3: the pages are free when as much has arrived as was ever posted."""
-        if posted > attempt.count:
-            raise ProtocolError(f"{posted} writes posted of {attempt.count} for {attempt.imm}")
-        if attempt.state is not AttemptState.DRAINING:
-            attempt.move(AttemptState.DRAINING)
-        attempt.count = posted
-        self._transfer.lower(attempt.imm, posted)
+        if message.posted > attempt.count or attempt.state >= AttemptState.DRAINING:
+            raise ProtocolError(f"expected one stop of at most {attempt.count} writes: {message}")
+        self._fail(attempt, message.why, permanent=message.permanent)
+        attempt.move(AttemptState.DRAINING)
+        self._transfer.lower(attempt.imm, message.posted)
 
     def _on_imm_reached(self, event: ImmReached) -> None:
         attempt = next((a for a in self._attempts.values() if a.imm == event.imm), None)
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
-        if attempt.wanted:
+        if attempt.is_wanted:
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
             if found == self._attempt_id(attempt):
@@ -267,8 +250,8 @@ class DecoderMessenger(Messenger):
         """What an attempt whose last write was just counted has brought here."""
         assert attempt.prefiller is not None, "moved by nobody"
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
-        layout, num_sent_pages = self._memory.layout, len(fetch.page_indices) - fetch.num_held_pages
-        num_pages = self._memory.tp * layout.num_layers * num_sent_pages
+        layout = self._memory.layout
+        num_pages = self._memory.tp * layout.num_layers * len(fetch.page_indices)
         exposed = span = None
         if lag is not None:
             words = self._memory.tail_words(fetch.tail_slot).tolist()
@@ -297,10 +280,9 @@ class DecoderMessenger(Messenger):
     # --- Ends ---
 
     def _fail(self, attempt: Attempt, why: str, *, permanent: bool = False) -> None:
-        """Tell the engine, once, that this attempt brings no KV."""
-        if not attempt.wanted:
+        """Tell the engine, unless it knows, that no KV will come; the caller moves the state."""
+        if not attempt.is_wanted:
             return
-        attempt.wanted = False
         then = NextStep.FAIL if permanent else self._next_step(attempt)
         # A request that ends with the failure tells it to its client.
         level = logging.INFO if then is NextStep.FAIL else logging.WARNING
@@ -318,12 +300,7 @@ class DecoderMessenger(Messenger):
 
     def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
         """Nothing can land any more: the pages are the request's (`ready`) or free."""
-        attempt.move(AttemptState.GONE)
         del self._attempts[attempt.fetch.attempt]
-        if attempt.prefiller is not None:
-            self._transfer.forget(attempt.imm)
-            if ready is not None:
-                attempt.prefiller.num_failures = 0
-            if attempt.prefiller.peer == attempt.peer:  # else its count began anew
-                attempt.prefiller.num_attempts -= 1
+        if attempt.prefiller is not None and ready is not None:
+            attempt.prefiller.num_failures = 0
         self._post(ready or KVReleased(attempt=attempt.fetch.attempt))

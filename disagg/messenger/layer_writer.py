@@ -5,12 +5,12 @@
                                     b + 2          layer 1's ...
                                     b + L + 1      the tails of the last chunks
 
-    attempt   open --all its writes handed over-----> no more --all completed--> gone
-                '--cancelled, failed, peer lost-----> (and `posted` is known)    (ReleasePrefill)
+    attempt   open --all its writes handed over---> no more --all completed--> gone
+                '--cancelled, failed, peer lost---> (PrefillStopped)           (ReleasePrefill)
 
 A page is written once per layer: with the chunk that fills its last token, or with the last chunk,
 so the number of writes does not depend on how a prompt is cut into chunks. Messages are
-`prefiller.py`'s, but for the one of a write that cannot be posted.
+`prefiller.py`'s, but for the one that ends an attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
 from disagg.kv_layout import KVLayout, Offsets, TailLayout
-from disagg.messenger.messages import Hello, PrefillFailed, PrefillRequest, encode
+from disagg.messenger.messages import Hello, PrefillRequest, PrefillStopped, encode
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.pace import Pace
 from disagg.messenger.sharding import Slice
@@ -49,18 +49,18 @@ class Link:
 class Attempt:
     """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
 
-    `num_writes` counts what was handed to the transfer engine, `open_tickets` maps what of it did
-    not end yet to its number of writes. `posted` is how many were ever handed to the medium; None
-    until the attempt is stopped. `first_post` is the time of the first write, in seconds.
+    `open_tickets` maps what was handed to the transfer engine and did not end yet to its number of
+    writes; `num_ended` counts those of all others. `first_post` is the time of the first write, in
+    seconds.
     """
 
     link: Link
     request: PrefillRequest
     job: int
     slices: Sequence[Slice]
-    num_writes: int = 0
     open_tickets: dict[Ticket, int] = field(default_factory=dict)
-    posted: int | None = None
+    num_ended: int = 0
+    is_stopped: bool = False
     first_post: float = math.inf
 
 
@@ -130,7 +130,7 @@ class LayerWriter:
 
     def _post_chunk(self, chunk: PrefillChunk, layer: int) -> None:
         attempt = self._jobs.get(chunk.job)
-        if attempt is None or attempt.posted is not None:
+        if attempt is None or attempt.is_stopped:
             return
         try:
             if layer < self._memory.layout.num_layers:
@@ -139,14 +139,12 @@ class LayerWriter:
                 self._post_tail(attempt, chunk.tail_slot)
         except TransferError as error:
             # Rule 6: a write that will not come becomes a message, or the decoder waits in vain.
-            attempt_id, why = attempt.request.attempt_id, str(error)
-            logger.warning("attempt %#x failed: %s", attempt_id, why)
-            failed = PrefillFailed(attempt_id=attempt_id, why=why, posted=self.stop(attempt))
-            self._transfer.send(attempt.link.peer, encode(failed))
+            logger.warning("attempt %#x failed: %s", attempt.request.attempt_id, error)
+            self.stop(attempt, str(error))
 
     def _post_layer(self, attempt: Attempt, chunk: PrefillChunk, layer: int) -> None:
         layout, link, request = self._memory.layout, attempt.link, attempt.request
-        first = max(chunk.first_token // layout.page_size, request.num_held_pages)
+        first = chunk.first_token // layout.page_size
         end = (chunk.first_token + chunk.num_tokens) // layout.page_size
         if chunk.tail_slot is not None:
             end = len(request.page_indices)
@@ -184,7 +182,6 @@ class LayerWriter:
         ticket = self._transfer.write_pages(peer, here, there, nbytes, src, dst, imm)
         self._trace.begin("layer writes", ticket, what, writes=len(src), job=attempt.job)
         attempt.first_post = min(attempt.first_post, self._clock())
-        attempt.num_writes += len(src)
         attempt.open_tickets[ticket] = len(src)
         self._tickets[ticket] = attempt
 
@@ -196,7 +193,7 @@ class LayerWriter:
             attempt = self._tickets.pop(event.ticket, None)
             if attempt is not None:
                 self._trace.end("layer writes", event.ticket)
-                del attempt.open_tickets[event.ticket]
+                attempt.num_ended += attempt.open_tickets.pop(event.ticket)
                 self._release_if_idle(attempt)
 
     def on_peer_lost(self, link: Link) -> None:
@@ -205,22 +202,23 @@ class LayerWriter:
             for ticket in attempt.open_tickets:
                 del self._tickets[ticket]
             attempt.open_tickets.clear()
-            self.stop(attempt)
+            self.stop(attempt, "the connection is lost")
 
-    def stop(self, attempt: Attempt) -> int:
-        """Post nothing more; returns how many writes were posted, which the decoder will count."""
-        if attempt.posted is None:
+    def stop(self, attempt: Attempt, why: str) -> None:
+        """Post nothing more and say how many writes were posted: the decoder counts them. Once."""
+        if not attempt.is_stopped:
+            attempt.is_stopped = True
             self._post(StopPrefill(job=attempt.job))
-            num_ended = attempt.num_writes - sum(attempt.open_tickets.values())
             # None: the peer is lost, and nobody will hear how many there were.
-            attempt.posted = num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
+            posted = attempt.num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
+            stopped = PrefillStopped(attempt_id=attempt.request.attempt_id, why=why, posted=posted)
+            self._transfer.send(attempt.link.peer, encode(stopped))
         self._release_if_idle(attempt)
-        return attempt.posted
 
     def _release_if_idle(self, attempt: Attempt) -> None:
         """Rule 4: source pages go back only when no write of ours reads them."""
-        all_handed_over = attempt.num_writes == attempt.request.expected_count
-        if attempt.open_tickets or not (all_handed_over or attempt.posted is not None):
+        all_ended = attempt.num_ended == attempt.request.expected_count
+        if attempt.open_tickets or not (all_ended or attempt.is_stopped):
             return
         self._trace.end("prefills", attempt.job)
         del self._jobs[attempt.job]

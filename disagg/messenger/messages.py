@@ -3,11 +3,10 @@
     decoder                                        prefiller
       Hello ------------------------------------------->  compare
       <---------------------- Hello, or Goodbye(why)
-      PrefillRequest(id, pages, imm, count) -- ------>  queue, compute
+      PrefillRequest(id, pages, imm, count) ----------->  queue, compute
       <============ one-sided writes, each with imm =====
-      <-- nothing more; or PrefillRejected, PrefillFailed
-      Cancel(id) -------------------------------------->  stop posting
-      <------------------------------- CancelAck(posted)
+      Cancel(id), if nobody waits any more ------------>  stop posting
+      <-- nothing more; or PrefillStopped(why, posted)
       Heartbeat <-------------------------------------->  Heartbeat
 
 `posted` is how many writes of the attempt were ever handed to the medium, each of which the decoder
@@ -20,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
@@ -66,8 +65,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     `epoch` is random per process. `kv_regions` (of each rank) and `tail_region` are transfer
     descriptors; a probe has a tail region alone, its scratch. The KV heads are shared by `tp`
-    ranks; if there are more, each `tp` of them are a data-parallel group. `max_prompt_tokens` is
-    the longest prompt the sender's model may see.
+    ranks; if there are more, each `tp` of them are a data-parallel group.
     """
 
     epoch: U64
@@ -75,7 +73,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     identity: Identity | None = None
     num_pages: U32 = 0
     num_tail_slots: U32 = 0
-    max_prompt_tokens: U32 = 0
     tp: TP = 1
     kv_regions: tuple[bytes, ...] = ()
     tail_region: bytes
@@ -84,52 +81,37 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Compute positions 0..N-2 of `token_ids` (N >= 2) and write them into the decoder's pages.
 
-    `page_indices` are the decoder's `ceil((N-1) / page_size)` pages, of which the first
-    `num_held_pages` need not be sent. Every write carries `imm`; the decoder waits for
-    `expected_count` of them. `dp_rank` says which data-parallel group of ranks has the pages.
+    `page_indices` are the decoder's `ceil((N-1) / page_size)` pages. Every write carries `imm`; the
+    decoder waits for `expected_count` of them. `dp_rank` says which data-parallel group of ranks
+    has the pages.
     """
 
     attempt_id: U64
     token_ids: Annotated[tuple[U32, ...], msgspec.Meta(min_length=2)]
     page_indices: tuple[U32, ...]
-    num_held_pages: U32
     tail_slot: U32
     imm: PositiveU32
     expected_count: PositiveU32
     dp_rank: U32
 
 
-class PrefillRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing was or will be posted. `permanent`: it can never work here; else: not now."""
+class PrefillStopped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The count will not be reached. Sent once, after posting has stopped or instead of a start.
 
-    attempt_id: U64
-    permanent: bool
-    why: str
-
-
-class PrefillFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The count will not be reached. Sent after posting has stopped."""
-
-    attempt_id: U64
-    why: str
-    posted: U32
-
-
-class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop posting for this attempt and say how much was posted."""
-
-    attempt_id: U64
-
-
-class CancelAck(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer to Cancel, after posting has stopped.
-
-    `posted` None: this attempt is over here; all `expected_count` were posted, unless its end was
-    told in a message before this one.
+    `permanent`: the request can never be served here.
     """
 
     attempt_id: U64
-    posted: U32 | None
+    why: str
+    posted: U32 = 0
+    permanent: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop posting for this attempt. No answer is due if it has ended: the other side has been
+    told then, or counts to the end."""
+
+    attempt_id: U64
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -156,9 +138,7 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     imm: PositiveU32
 
 
-#: What a prefiller says of one attempt.
-Answer = PrefillRejected | PrefillFailed | CancelAck
-Message = Hello | PrefillRequest | Answer | Cancel | Heartbeat | Goodbye | ProbeRequest
+Message = Hello | PrefillRequest | PrefillStopped | Cancel | Heartbeat | Goodbye | ProbeRequest
 
 
 def encode(message: Message) -> bytes:

@@ -40,7 +40,7 @@ class NodeMemory:
         start = self.tail.slot_offset(slot)
         return self.tail_bytes[start : start + TailLayout.HEADER_BYTES].view("<u8")
 
-    def hello(self, *, epoch: int, role: Role, identity: Identity, max_prompt_tokens: int) -> Hello:
+    def hello(self, *, epoch: int, role: Role, identity: Identity) -> Hello:
         """What this node says of itself to a peer."""
         return Hello(
             epoch=epoch,
@@ -48,7 +48,6 @@ class NodeMemory:
             identity=identity,
             num_pages=self.layout.num_pages,
             num_tail_slots=self.tail.num_slots,
-            max_prompt_tokens=max_prompt_tokens,
             tp=self.tp,
             kv_regions=tuple(region.descriptor for region in self.kv_regions),
             tail_region=self.tail_region.descriptor,

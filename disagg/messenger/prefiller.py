@@ -21,9 +21,9 @@ import numpy as np
 from disagg.hooks import PrefillChunk, StartPrefill
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.admission import check_probe, refusal, request_problem
+from disagg.messenger.admission import check_probe, check_request, refusal
 from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
-from disagg.messenger.messages import Hello, Message, PrefillRejected, ProtocolError, Role
+from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
 from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
@@ -77,7 +77,7 @@ class PrefillerMessenger(Messenger):
             case messages.PrefillRequest():
                 self._on_request(peer, link, message)
             case messages.Cancel():
-                self._on_cancel(peer, link, message)
+                self._on_cancel(link, message)
             case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
@@ -108,30 +108,28 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in link.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        slices = self._rng.choice(link.plan)
-        why = request_problem(request, ours=self._hello, theirs=link.hello, slices=slices)
-        permanent = why is not None
-        if why is None and len(self._writer) >= self._config.max_open_attempts:
+        if len(self._writer) >= self._config.max_open_attempts:
             why = f"{len(self._writer)} prompts are in work here already; try again later"
-        if why is None:
-            job, self._next_job = self._next_job, self._next_job + 1
-            try:
-                self._post(StartPrefill(job=job, token_ids=request.token_ids))
-            except ValueError as error:  # the engine's own word on what it can never compute
-                permanent, why = True, str(error)
-            else:
-                self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
-        if why is not None:
-            attempt_id = request.attempt_id
-            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=permanent, why=why))
+            self._reject(peer, request.attempt_id, why, permanent=False)
+            return
+        slices, job = self._rng.choice(link.plan), self._next_job
+        self._next_job += 1
+        try:
+            check_request(request, layout=self._memory.layout, theirs=link.hello, slices=slices)
+            self._post(StartPrefill(job=job, token_ids=request.token_ids))
+        except ValueError as error:  # the engine has a word on what it can never compute
+            self._reject(peer, request.attempt_id, str(error), permanent=True)
+        else:
+            self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
 
-    def _on_cancel(self, peer: Peer, link: Link, cancel: messages.Cancel) -> None:
+    def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
+        self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
+
+    def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
         attempt = link.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        posted = None
         if attempt is not None:
-            posted = self._writer.stop(attempt)
-        self._send(peer, messages.CancelAck(attempt_id=cancel.attempt_id, posted=posted))
+            self._writer.stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch = self._memory.scratch_region
@@ -142,8 +140,7 @@ class PrefillerMessenger(Messenger):
             src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
             self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
         except TransferError as error:
-            attempt_id, why = probe.attempt_id, str(error)
-            self._send(peer, PrefillRejected(attempt_id=attempt_id, permanent=True, why=why))
+            self._reject(peer, probe.attempt_id, str(error), permanent=True)
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)

@@ -5,10 +5,10 @@ DOWN --connect--> GREETING --Hello fits--> READY
  '---- lost, refused, silent: try again after a delay
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from disagg.messenger.admission import fits, refusal
+from disagg.messenger.admission import refusal
 from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice, make_plan
@@ -36,7 +36,6 @@ class Prefiller:
     hello: Hello | None = None
     slices: tuple[Slice, ...] = ()
     retry_at: float = 0.0
-    num_attempts: int = 0
     num_failures: int = 0
     delay: float = 0.0
     epoch: int | None = None
@@ -81,22 +80,22 @@ class Prefillers:
         """Those that may be asked."""
         return [prefiller for prefiller in self._prefillers if prefiller.hello is not None]
 
-    def choose(self, num_tokens: int) -> Prefiller | NoPrefiller:
-        """For a prompt: the one with the fewest recent failures, then the fewest attempts."""
-        ready = self.ready()
-        if not ready:
+    def choose(self, num_pages: int, load: Mapping[Peer, int]) -> Prefiller | NoPrefiller:
+        """For a prompt: the one with the fewest recent failures, then the least `load`."""
+        sizes = [(p, p.hello.num_pages) for p in self._prefillers if p.hello is not None]
+        able = [p for p, size in sizes if num_pages <= size]
+        if able:
+            return min(able, key=lambda p: (p.num_failures, load[p.peer]))
+        if not sizes:
             return NoPrefiller(why="no prefiller is connected", permanent=False)
-        problems = [fits(p.hello, num_tokens) for p in ready if p.hello is not None]
-        able = [p for p, problem in zip(ready, problems, strict=True) if problem is None]
-        if not able:
-            everyone = len(ready) == len(self._prefillers)
-            return NoPrefiller(why=next(filter(None, problems)), permanent=everyone)
-        return min(able, key=lambda p: (p.num_failures, p.num_attempts))
+        most = max(size for _, size in sizes)
+        why = f"prompt needs {num_pages} pages: a prefiller's pool has {most}; raise --num-pages"
+        return NoPrefiller(why=why, permanent=len(sizes) == len(self._prefillers))
 
     def greet(self, peer: Peer, hello: Hello) -> None:
         """A prefiller answered with its Hello: READY, or a ProtocolError if it cannot be."""
         prefiller = self._by_peer(peer)
-        if prefiller is None or prefiller.hello is not None:
+        if prefiller.hello is not None:
             raise ProtocolError("a Hello that nobody waits for")
         refused = refusal(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
         if refused is not None:
@@ -113,23 +112,19 @@ class Prefillers:
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
         """A prefiller has said what its clock showed."""
         prefiller, lag = self._by_peer(peer), self._wiring.clock() - clock_ns / 1e9
-        if prefiller is not None:
-            known = prefiller.clock_lag
-            prefiller.clock_lag = lag if known is None else min(known, lag)
-            self._wiring.trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
+        known = prefiller.clock_lag
+        prefiller.clock_lag = lag if known is None else min(known, lag)
+        self._wiring.trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
 
     def lost(self, peer: Peer, why: str) -> None:
         """The connection is over: down, until it is tried again."""
         prefiller = self._by_peer(peer)
-        if prefiller is None:
-            return
-        prefiller.peer, prefiller.hello, prefiller.num_attempts = 0, None, 0
-        prefiller.clock_lag = None
+        prefiller.peer, prefiller.hello, prefiller.clock_lag = 0, None, None
         # Whoever refuses or is away will do so for a while: ask less and less often.
         shortest = self._wiring.config.reconnect_interval
         prefiller.delay = min(max(shortest, 2 * prefiller.delay), MAX_DELAY)
         prefiller.retry_at = self._wiring.clock() + prefiller.delay
         self._on_link(prefiller.address, False, why)
 
-    def _by_peer(self, peer: Peer) -> Prefiller | None:
-        return next((p for p in self._prefillers if p.peer == peer and peer), None)
+    def _by_peer(self, peer: Peer) -> Prefiller:
+        return next(p for p in self._prefillers if p.peer == peer)

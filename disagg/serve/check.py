@@ -4,7 +4,7 @@
       Hello(PROBE) ------------------------->
       <-------------------------------- Hello         the transport, and whom we met
       what must be refused ----------------->
-      <---------------- PrefillRejected, why          and nothing has landed
+      <---------------- PrefillStopped, why           and nothing has landed
       ProbeRequest(bytes, pages, imm) ------>
       <== its pattern, page by page, imm ====         each byte compared, each write counted
 
@@ -129,7 +129,7 @@ class _Probe:
 
     def refused(self, page_bytes: int, num_pages: int) -> float:
         """Seconds from asking for what must be refused until it is. Then nothing may be there."""
-        return self._try(page_bytes, num_pages, messages.PrefillRejected, self._pattern[:0])
+        return self._try(page_bytes, num_pages, messages.PrefillStopped, self._pattern[:0])
 
     def _try(
         self, page_bytes: int, num_pages: int, kind: type, wanted: npt.NDArray[np.uint8]

@@ -201,7 +201,6 @@ class Node(Resource):
             epoch=secrets.randbits(64),
             role=role,
             identity=_identity(self.config, self.model_config),
-            max_prompt_tokens=self.model_config.max_positions - 1,
         )
         self._trace.facts["epoch"] = str(hello.epoch)
         wiring = Wiring(

@@ -71,7 +71,6 @@ def count_only(pipe, num_tokens, address):
                 epoch=1,
                 role=Role.DECODER,
                 identity=_identity(config, model),
-                max_prompt_tokens=model.max_positions - 1,
             )
             wiring = Wiring(
                 transfer=transfer,
