@@ -200,9 +200,8 @@ class VerbsLink(Link):
         oldest one under way are over."""
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
-        oldest = min(
-            (lane.chains[0][1].ticket for lane in self._lanes if lane.chains), default=math.inf
-        )
+        under_way = [lane.chains[0][1].ticket for lane in self._lanes if lane.chains]
+        oldest = min(under_way, default=math.inf)
         ended = [done for done in self.ended if done.ticket < oldest]
         self.ended = [done for done in self.ended if done.ticket >= oldest]
         return ended
@@ -214,8 +213,7 @@ class VerbsLink(Link):
     def _take(self, lane: _Lane) -> None:
         """A bounded amount of what has completed on a queue pair. Ready once the first writes of
         both sides are through on all."""
-        failed = lane.take()
-        if failed is not None:
+        if (failed := lane.take()) is not None:
             raise TransferError(lane.why(failed))
         while lane.chains and lane.chains[0][0] <= lane.returned:
             lane.chains.popleft()

@@ -65,7 +65,6 @@ POLL_COMPLETIONS = 1024
 # Sent again after 4 us * 2^16 without an answer, 6 times (7 is "for ever" to soft-RoCE): an error
 # after 2 to 8 s. A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
 _TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 16, 6, 8, 7
-_HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
 _MEANING = {
     2: " (this NIC cannot send: did its link go down?)",
@@ -175,7 +174,7 @@ class QueuePair(Resource):
         port, route = self.nic.port, None
         if address.gid:
             gid, index = addr.GID(address.gid), self.nic.gid_index
-            route = addr.GlobalRoute(dgid=gid, sgid_index=index, hop_limit=_HOP_LIMIT)
+            route = addr.GlobalRoute(dgid=gid, sgid_index=index, hop_limit=64)
         # On InfiniBand packets travel by LID also if they carry GIDs (--gid-index). RoCE has none.
         path = addr.AHAttr(dlid=address.lid, is_global=bool(route), gr=route, port_num=port)
         mtu = min(self.nic.address.mtu, address.mtu)
@@ -196,8 +195,7 @@ class QueuePair(Resource):
 
     def post_sends(self, requests: Requests) -> None:
         """`SEND_WR`s that are chained by `next`. The array may be filled anew afterwards."""
-        first, rejected = requests.ctypes.data, self._rejected.ctypes.data
-        self._check("send", self._send(first, rejected))
+        self._check("send", self._send(requests.ctypes.data, self._rejected.ctypes.data))
 
     def poll(self) -> Requests:
         """What has completed, as `WC`s `[0 to POLL_COMPLETIONS]`; valid until the next call."""
