@@ -126,11 +126,12 @@ def explain(page: Page, tp: tuple[int, int], num_layers: int, num_pages: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Explain the pair that the command line describes."""
+    """Explain the pair that the command line describes. An MLA latent of n elements is one head of
+    n / 2, for K and V count as two."""
     parser = argparse.ArgumentParser(description="Which bytes of a KV page go where.")
     for flag, default in (
         *(("--heads", 8), ("--head-dim", 128), ("--page-size", 16), ("--layers", 94)),
-        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096), ("--mla", None)),
+        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096)),
     ):
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--layout", choices=[*PageOrder], default=PageOrder.HND)
@@ -139,8 +140,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("expected numbers of at least 1")
     vector_bytes = given.head_dim * ITEMSIZE["bfloat16"]
     page = page_of(given.layout, given.page_size, given.heads, vector_bytes)
-    if given.mla is not None:  # elements of a token's latent
-        page = (1, 1, given.page_size * given.mla * ITEMSIZE["bfloat16"])
     tp = given.prefill_tp, given.decode_tp
     num_pages = pages_for(given.tokens - 1, given.page_size)
     try:
