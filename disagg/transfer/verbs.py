@@ -23,7 +23,6 @@ the sender's NIC waits and asks again, so that costs time, never data.
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections import deque
@@ -196,14 +195,12 @@ class VerbsLink(Link):
     # Completions come in.
 
     def take_ended(self) -> list[WritesDone]:
-        """Jobs are posted in order, and each queue pair carries out in order: so those before the
-        oldest one under way are over."""
+        """Those of jobs that are out and have no chain under way."""
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
-        under_way = [lane.chains[0][1].ticket for lane in self._lanes if lane.chains]
-        oldest = min(under_way, default=math.inf)
-        ended = [done for done in self.ended if done.ticket < oldest]
-        self.ended = [done for done in self.ended if done.ticket >= oldest]
+        under_way = {job.ticket for lane in self._lanes for _, job in lane.chains}
+        ended = [done for done in self.ended if done.ticket not in under_way]
+        self.ended = [done for done in self.ended if done.ticket in under_way]
         return ended
 
     def _on_event(self, lane: _Lane, events: int) -> None:
