@@ -201,7 +201,9 @@ def test_runs_and_replicas_are_explained(capsys: pytest.CaptureFixture[str]) -> 
     out = printed(capsys, small)
     assert "prefill 2 -> decode 0: 4 x 2 bytes from [0 2 4 6] to [ 2  6 10 14]" in out
     assert "draws     2:" in out and "writes    8 for" in out
-    out = printed(capsys, "--mla 576 --prefill-tp 2 --decode-tp 3 --layers 61 --tokens 17")
+    out = printed(
+        capsys, "--heads 1 --head-dim 288 --prefill-tp 2 --decode-tp 3 --layers 61 --tokens 17"
+    )
     assert f"page      {16 * 576 * 2} bytes" in out
     assert "draws     2:" in out and f"expected  {61 * 3 + 1}: 61 layers of 1 pages" in out
 

@@ -8,7 +8,7 @@ import pytest
 from disagg.transfer.topology import (
     RdmaFlags,
     Topology,
-    choose_gid,
+    choose_address,
     choose_nics,
     nearness,
     poll_cpus,
@@ -143,7 +143,7 @@ def test_gpus_are_counted_by_their_pci_address(tmp_path):
 )
 def test_a_nic_has_its_gid_index_and_numa_node(tmp_path, machine, found):
     nics, _ = choose_nics(Topology(machine(tmp_path).root), ["cpu"], RdmaFlags())
-    assert [(gid and gid.index, port.place[0]) for port, gid in nics["cpu"].items()] == found
+    assert [(address.index, port.place[0]) for port, address in nics["cpu"].items()] == found
 
 
 @pytest.mark.parametrize(
@@ -192,18 +192,18 @@ BAD, LOCAL, SIX, FOUR, FOUR_V1 = (
     ],
 )
 def test_a_routable_entry_comes_before_link_local_before_v1(tmp_path, gids, index):
-    assert choose_gid(port(tmp_path, PortRow(gids=gids))).index == index
+    assert choose_address(port(tmp_path, PortRow(gids=gids))).index == index
 
 
 def test_infiniband_is_addressed_by_lid_unless_an_entry_is_asked_for(tmp_path):
     found = port(tmp_path, trees.INFINIBAND)
-    assert choose_gid(found) is None
-    assert choose_gid(found, 0).index == 0
+    assert choose_address(found).index is None
+    assert choose_address(found, 0).index == 0
 
 
 def test_the_entry_asked_for_wins(tmp_path):
     found = port(tmp_path, PortRow(gids=[BAD, LOCAL, FOUR_V1, FOUR]))
-    assert choose_gid(found, 0).index == 0
+    assert choose_address(found, 0).index == 0
 
 
 @pytest.mark.parametrize("wanted", [-1, 1, 99])
@@ -216,14 +216,14 @@ def test_an_entry_that_is_empty_or_beyond_the_table_is_refused_with_the_valid_on
         "GID 2 (RoCE v2, 10.0.0.1, eth0, routable)"
     )
     with pytest.raises(ValueError) as caught:
-        choose_gid(found, wanted)
+        choose_address(found, wanted)
     assert f"GID {wanted}" in str(caught.value)
     assert str(caught.value).endswith(valid)
 
 
 def test_a_port_without_any_address_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no GID; .*give its interface an address"):
-        choose_gid(port(tmp_path, PortRow(gids=[None])))
+        choose_address(port(tmp_path, PortRow(gids=[None])))
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_device_without_a_port_means_those_that_are_active(tmp_path):
 def test_an_index_asked_for_is_that_of_every_port(tmp_path):
     topology = Topology(trees.eight_to_eight(tmp_path).root)
     nics, _ = choose_nics(topology, GPUS, RdmaFlags(gid_index=1, nic_map="cuda:0=mlx5_8"))
-    assert {gid.index for each in nics.values() for gid in each.values()} == {1}
+    assert {address.index for each in nics.values() for address in each.values()} == {1}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from disagg.transfer import verbs
 from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, TransferError
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
-from disagg.transfer.verbs_device import POLL_COMPLETIONS
+from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
 from tests.engines import write
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
@@ -437,6 +437,19 @@ def test_an_error_is_told_once_with_its_first_cause_and_whose_write(world, start
     assert why(right).startswith("a receive failed: WR flush error; queue pair")
     assert failed not in left.ended
     assert right.reached == []
+
+
+def test_a_receive_that_fails_is_no_write_of_ours(world, start, fabric):
+    left, right = start(), start()
+    there, _ = world.connect(left, right)
+    fabric.held = True
+    pages(left, there, right, 2, 64, 1)
+    left.poll()
+    (lane,) = lanes_of(left, there)
+    assert lane.chains
+    failed = np.zeros(1, WC)
+    failed["wr_id"], failed["status"] = RECEIVE, 5
+    assert lane.why(failed[0]).startswith("a receive failed: WR flush error; queue pair")
 
 
 def test_the_process_lives_and_connects_again(world, start, fabric):

@@ -593,8 +593,8 @@ VARIANTS = (
     Variant(
         "of ranks that hold the same one writes",
         "sharding",
-        "range((draw + d) % num_replicas, source_tp, num_replicas)",
-        "range(source_tp)",
+        "num_replicas = max(1, source_tp // num_heads)",
+        "num_replicas = 1",
         "ranks_that_shard_differently",
     ),
     Variant(

@@ -64,40 +64,34 @@ def make_plan(page: Page, source_tp: int, destination_tp: int) -> tuple[tuple[Sl
     Any of these replica sets will do. One drawn for each request keeps all NICs busy, and the count
     does not depend on the draw. ValueError if these ranks cannot share the heads of the page.
     """
-    num_replicas = max(1, source_tp // page[1])
-    return tuple(
-        tuple(_slices(page, source_tp, destination_tp, num_replicas, draw))
-        for draw in range(num_replicas)
-    )
-
-
-def expected_count(slices: Sequence[Slice], num_layers: int, num_sent_pages: int) -> int:
-    """Immediates of an attempt: each run of each sent page of each layer is a write, and the tail
-    is one."""
-    return num_layers * num_sent_pages * sum(len(s.source_offsets) for s in slices) + 1
-
-
-def _slices(
-    page: Page, source_tp: int, destination_tp: int, num_replicas: int, draw: int
-) -> Iterator[Slice]:
     rows, num_heads, head_bytes = page
+    num_replicas = max(1, source_tp // num_heads)
+    plan: list[list[Slice]] = [[] for _ in range(num_replicas)]
     for d in range(destination_tp):
         there = heads_of_rank(num_heads, destination_tp, d)
-        # Neighbours hold the same; destinations in turn take the one and the other.
-        for s in range((draw + d) % num_replicas, source_tp, num_replicas):
+        for s in range(source_tp):
             here = heads_of_rank(num_heads, source_tp, s)
             first, end = max(here.start, there.start), min(here.stop, there.stop)
             if first >= end:
                 continue
             rows_in_run = rows if end - first == len(here) == len(there) else 1
             row = np.arange(rows // rows_in_run)
-            yield Slice(
+            shared = Slice(
                 source_rank=s,
                 destination_rank=d,
                 source_offsets=(row * len(here) + first - here.start) * head_bytes,
                 destination_offsets=(row * len(there) + first - there.start) * head_bytes,
                 nbytes=rows_in_run * (end - first) * head_bytes,
             )
+            # Neighbours hold the same; destinations in turn take the one and the other.
+            plan[(s - d) % num_replicas].append(shared)
+    return tuple(map(tuple, plan))
+
+
+def expected_count(slices: Sequence[Slice], num_layers: int, num_sent_pages: int) -> int:
+    """Immediates of an attempt: each run of each sent page of each layer is a write, and the tail
+    is one."""
+    return num_layers * num_sent_pages * sum(len(s.source_offsets) for s in slices) + 1
 
 
 # --- For people ---
@@ -132,11 +126,12 @@ def explain(page: Page, tp: tuple[int, int], num_layers: int, num_pages: int) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Explain the pair that the command line describes."""
+    """Explain the pair that the command line describes. An MLA latent of n elements is one head of
+    n / 2, for K and V count as two."""
     parser = argparse.ArgumentParser(description="Which bytes of a KV page go where.")
     for flag, default in (
         *(("--heads", 8), ("--head-dim", 128), ("--page-size", 16), ("--layers", 94)),
-        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096), ("--mla", None)),
+        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096)),
     ):
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--layout", choices=[*PageOrder], default=PageOrder.HND)
@@ -145,12 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("expected numbers of at least 1")
     vector_bytes = given.head_dim * ITEMSIZE["bfloat16"]
     page = page_of(given.layout, given.page_size, given.heads, vector_bytes)
-    if given.mla is not None:  # elements of a token's latent
-        page = (1, 1, given.page_size * given.mla * ITEMSIZE["bfloat16"])
-    tp, num_pages = (
-        (given.prefill_tp, given.decode_tp),
-        pages_for(given.tokens - 1, given.page_size),
-    )
+    tp = given.prefill_tp, given.decode_tp
+    num_pages = pages_for(given.tokens - 1, given.page_size)
     try:
         with np.printoptions(threshold=4, edgeitems=2):
             print(*explain(page, tp, given.layers, num_pages), sep="\n")

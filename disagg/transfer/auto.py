@@ -11,7 +11,8 @@ NICs do not reach each other, the connection ends and says so.
 
 import logging
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 
 from disagg.transfer import topology, verbs_device
 from disagg.transfer.interface import TransferError
@@ -34,14 +35,10 @@ def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
     for another name."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {transport!r}")
-    media: list[Medium] = []
-    if transport in ("auto", "shm"):
-        media.append(ShmMedium())
-    if transport == "verbs" or (transport == "auto" and nics):
-        media.append(VerbsMedium(nics))
-    if transport in ("auto", "tcp"):
-        media.append(TcpMedium())
-    return QueuedEngine(media)
+    verbs: Callable[[], Medium] = partial(VerbsMedium, nics)
+    auto = [ShmMedium, verbs, TcpMedium] if nics else [ShmMedium, TcpMedium]
+    media = {"auto": auto, "shm": [ShmMedium], "verbs": [verbs], "tcp": [TcpMedium]}[transport]
+    return QueuedEngine([make() for make in media])
 
 
 def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
@@ -61,13 +58,11 @@ def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
         machine = topology.Topology()
         chosen, lines = topology.choose_nics(machine, ["cpu"], flags)
         ports = chosen["cpu"]
-        if not asked and not any(gid is None or gid.is_routable for gid in ports.values()):
+        if not asked and not any(address.is_routable for address in ports.values()):
             raise ValueError(f"{lines[-1]}; give its interface an address")
         cpus, why = topology.poll_cpus(machine, ports, available, flags.poll_cpu)
-        nics = [
-            Nic(port.name, port.port, gid.index if gid else None) for port, gid in ports.items()
-        ]
-    except (ValueError, TransferError) as error:
+        nics = [Nic(port.name, port.port, address.index) for port, address in ports.items()]
+    except ValueError as error:
         if asked:
             raise TransferError(f"--transport {transport}: {error}") from error
         logger.info("no RDMA: %s", error)

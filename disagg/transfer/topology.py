@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -32,11 +33,12 @@ _NVIDIA_GPUS = ("0x10de 0x0300", "0x10de 0x0302")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Gid:
-    """An entry of a port's GID table; less is better. `faults`: RoCE v1, link-local, IPv6."""
+class PortAddress:
+    """Of a port: an entry of its GID table, or its LID (`index` None). Less is better. `faults`:
+    RoCE v1, link-local, IPv6."""
 
     faults: tuple[bool, bool, bool]
-    index: int
+    index: int | None
     text: str
 
     @property
@@ -45,8 +47,7 @@ class Gid:
         return not any(self.faults[:2])
 
     def __str__(self) -> str:
-        routable = "routable" if self.is_routable else "not routable"
-        return f"GID {self.index} ({self.text}, {routable})"
+        return self.text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Port:
     name: str
     port: int
     place: Place
-    gids: tuple[Gid, ...]
+    gids: tuple[PortAddress, ...]
     driver: str
     state: str
     link_layer: str
@@ -67,8 +68,8 @@ class Port:
         return f"{self.name} port {self.port} ({self.link_layer}, {self.rate}, state {self.state})"
 
 
-#: Ports to open, each with the address it is used by; None: by its LID.
-Nics = dict[Port, Gid | None]
+#: Ports to open, each with the address it is used by.
+Nics = dict[Port, PortAddress]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +137,8 @@ def nearness(a: Place, b: Place) -> int:
     return len(set(a) & set(b))
 
 
-def choose_gid(port: Port, wanted: int | None = None) -> Gid | None:
-    """How to address a port: by the entry wanted, else by LID (None), else by its best GID.
+def choose_address(port: Port, wanted: int | None = None) -> PortAddress:
+    """How to address a port: by the entry wanted, else by LID, else by its best GID.
 
     ValueError if RC queue pairs cannot use the port now, or not with this entry.
     """
@@ -146,7 +147,7 @@ def choose_gid(port: Port, wanted: int | None = None) -> Gid | None:
     if port.state != "ACTIVE":
         raise ValueError(f"{port}: expected ACTIVE; check cable, interface and subnet manager")
     if port.link_layer == "InfiniBand" and wanted is None:
-        return None
+        return PortAddress(faults=(False, False, False), index=None, text=f"LID {port.lid}")
     gids = [gid for gid in port.gids if wanted in (None, gid.index)]
     if not gids:
         entry = "GID" if wanted is None else f"GID {wanted} (empty, or beyond the table)"
@@ -169,17 +170,14 @@ def choose_nics(
             f"no memory {', '.join(unknown)} to map; there is {', '.join(devices)};"
             f" expected as in {devices[0]}=mlx5_0,mlx5_1, got {flags.nic_map!r}"
         )
-    usable, left_out = _usable(topology.ports, flags.rdma_device, flags.gid_index)
-    candidates = usable if flags.rdma_device else _best(usable)
-    worse = [f"{port} at {gid or port.lid}" for port, gid in usable.items() - candidates.items()]
-    left_out += [f"{port}: {next(iter(candidates))} is better" for port in sorted(worse)]
+    candidates, left_out = _pick(topology.ports, flags.rdma_device, flags.gid_index)
     lines = [f"left out: {why}" for why in left_out]
     nics: dict[str, Nics] = {}
     in_use: Nics = {}
     # The CPU comes last: where there are GPUs, its bytes take the NICs that are open anyway.
     for device in sorted(devices, key="cpu".__eq__):
         if device in mapped:
-            nics[device], _ = _usable(topology.ports, mapped[device], flags.gid_index)
+            nics[device], _ = _pick(topology.ports, mapped[device], flags.gid_index)
             why = "as mapped"
         elif device == "cpu":
             nics[device], why = dict(in_use or candidates), "all in use"
@@ -187,8 +185,8 @@ def choose_nics(
             nics[device], why = _share(topology, topology.gpus[device], candidates)
         in_use |= nics[device]
         lines += [
-            f"{device} -> {port.name} port {port.port}, {gid or f'LID {port.lid}'}: {why}"
-            for port, gid in nics[device].items()
+            f"{device} -> {port.name} port {port.port}, {address}: {why}"
+            for port, address in nics[device].items()
         ]
     return nics, lines
 
@@ -209,42 +207,39 @@ def poll_cpus(
     return (near, f"NUMA node {node}, as its NICs") if near else (available, "none known as nearer")
 
 
-def _usable(
+def _pick(
     ports: Sequence[Port], names: str | None, gid_index: int | None
 ) -> tuple[Nics, list[str]]:
-    """Ports of these names, or all: which can be used, by what address, and why not the others."""
+    """Ports of these names, or of all those with the best addresses and speed: by what address they
+    are used, and why others are not.
+
+    Pages are spread evenly, so a slower port would set the pace of all; and the peers of one
+    fabric, or kind of address, are not reached from another.
+    """
     nics: Nics = {}
-    problems = []
+    left_out = []
     wanted = set() if names is None else {name.strip() for name in names.split(",")}
     missing = set(wanted)
     for port in ports:
         called = {port.name, f"{port.name}:{port.port}"}
         if not wanted or called & wanted:
             try:
-                nics[port] = choose_gid(port, gid_index)
+                nics[port] = choose_address(port, gid_index)
                 missing -= called
             except ValueError as error:
-                problems.append(str(error))
+                left_out.append(str(error))
     if missing or not nics:
         there = ", ".join(map(str, ports)) or "none, load the driver of one"
         unusable = [f"{name!r} cannot be used" for name in sorted(missing)]
-        raise ValueError("; ".join([*unusable, *problems, f"RDMA ports are: {there}"]))
-    return nics, problems
-
-
-def _best(nics: Nics) -> Nics:
-    """Those with the best addresses and speed.
-
-    Pages are spread evenly, so a slower port would set the pace of all; and the peers of one
-    fabric, or kind of address, are not reached from another.
-    """
+        raise ValueError("; ".join([*unusable, *left_out, f"RDMA ports are: {there}"]))
 
     def merit(port: Port) -> tuple[bool, float, str]:
-        gid = nics[port]
-        return gid is None or gid.is_routable, float((port.rate or "0").split()[0]), port.link_layer
+        return nics[port].is_routable, float((port.rate or "0").split()[0]), port.link_layer
 
     most = max(map(merit, nics))
-    return {port: gid for port, gid in nics.items() if merit(port) == most}
+    best = {port: nics[port] for port in nics if wanted or merit(port) == most}
+    worse = sorted(f"{port} at {nics[port]}" for port in nics.keys() - best)
+    return best, [*left_out, *(f"{port}: {next(iter(best))} is better" for port in worse)]
 
 
 def _share(topology: Topology, gpu: Place, nics: Nics) -> tuple[Nics, str]:
@@ -261,16 +256,17 @@ def _share(topology: Topology, gpu: Place, nics: Nics) -> tuple[Nics, str]:
     return {port: nics[port] for port in mine}, _NEARNESS[min(nearness(gpu, near[0].place), 3)]
 
 
-def _read_gid(port: Path, index: int, text: str) -> Gid:
+def _read_gid(port: Path, index: int, text: str) -> PortAddress:
     kind, netdev = (_read(port / f"gid_attrs/{folder}/{index}") for folder in ("types", "ndevs"))
     ip = IPv6Address(text).ipv4_mapped or IPv6Address(text)
     faults = kind != "RoCE v2", ip.is_link_local, ip.version != 4
-    return Gid(faults=faults, index=index, text=f"{kind}, {ip}, {netdev}")
+    routable = "not routable" if any(faults[:2]) else "routable"
+    text = f"GID {index} ({kind}, {ip}, {netdev}, {routable})"
+    return PortAddress(faults=faults, index=index, text=text)
 
 
 def _read(path: Path) -> str:
     """What a file holds; "" if there is none, or no value for it: an empty GID has no type."""
-    try:
+    with suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return ""
+    return ""

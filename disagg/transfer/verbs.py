@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,13 +34,12 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
-from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
+from disagg.transfer.interface import Memory, TransferError, WritesDone
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
-from disagg.transfer.verbs_device import Address, End, Nic, Requests, base_of
+from disagg.transfer.verbs_device import Address, End, Nic, base_of
 from disagg.transfer.waiter import READABLE
 
 MAX_NICS = 64
@@ -92,9 +91,8 @@ class _Registered:
         self.parts = [nic.register(memory) for nic in nics]
         self.base = base_of(memory)
         #: What a peer gets to know of it.
-        self.granted = Region(0, 0, [])
-        if memory.writable:
-            self.granted = Region(self.base, memory.nbytes, [part.rkey for part in self.parts])
+        granted = self.base, memory.nbytes, [part.rkey for part in self.parts]
+        self.granted = Region(*granted) if memory.writable else Region(0, 0, [])
 
 
 class VerbsMedium(Medium):
@@ -128,10 +126,8 @@ class VerbsLink(Link):
 
     def __init__(self, connection: Connection, medium: VerbsMedium) -> None:
         super().__init__(connection)
-        self._medium = medium
-        self._arrived = connection.arrived
+        self.connection, self.medium = connection, medium
         self._lanes: list[_Lane] = []
-        self._holds: Counter[Ticket] = Counter()
         self._ready = False
         addresses = [nic.address for nic in medium.nics]
         granted = [region.granted for region in medium.regions]
@@ -141,13 +137,13 @@ class VerbsLink(Link):
 
     def start(self, info: bytes) -> None:
         """Make the queue pairs; whoever connected names theirs."""
-        self._theirs = theirs = decode(info, _Info, "malformed opening of verbs")
+        self.theirs = theirs = decode(info, _Info, "malformed opening of verbs")
         granted = [theirs.probe, *(region for region in theirs.regions if region.nbytes)]
         keys = {len(region.rkeys) for region in granted}
         if keys != {len(theirs.nics)} or theirs.probe.nbytes < FIRST_WRITE_BYTES:
             raise TransferError(f"the peer's opening grants what cannot be: {granted}")
-        for number in range(max(len(self._medium.nics), len(theirs.nics))):
-            lane = _Lane(self._medium, number, theirs.nics)
+        for number in range(max(len(self.medium.nics), len(theirs.nics))):
+            lane = _Lane(self, number)
             self._lanes.append(lane)
             self.control.waiter.watch(lane.qp.fd, READABLE, partial(self._on_event, lane))
         if self.outgoing:
@@ -160,11 +156,10 @@ class VerbsLink(Link):
             raise TransferError(f"expected {len(self._lanes)} queue pairs, got {len(ends)}: {ends}")
         for lane, end in zip(self._lanes, ends, strict=True):
             lane.connect(end)
+            if self.outgoing:
+                self._probe(lane)
         if not self.outgoing:
             self._name_ends()
-        else:
-            for lane in self._lanes:
-                self._probe(lane)
 
     def _name_ends(self) -> None:
         ends = [End(lane.qp.qpn, lane.psn) for lane in self._lanes]
@@ -173,81 +168,59 @@ class VerbsLink(Link):
     def _probe(self, lane: _Lane) -> None:
         """The first write. Nobody waits for its immediate: the first one on a queue pair."""
         start = np.zeros(1, np.int64)
-        lane.post(None, self._medium.probe, self._theirs.probe, start, start, FIRST_WRITE_BYTES, 0)
-
-    def _check_ready(self, lane: _Lane) -> None:
-        """Something came on a queue pair; ready once the first writes of both sides are through."""
-        if lane.heard and not lane.posted:
-            self._probe(lane)
-        if all(lane.heard and lane.returned for lane in self._lanes):
-            self._ready = True
-            self.region_bytes = [region.nbytes for region in self._theirs.regions]
-            self.control.ready(self.peer)
+        lane.post(self.medium.probe, self.theirs.probe, (start, start), FIRST_WRITE_BYTES, 0)
 
     # Writes go out.
 
     def can_post(self) -> bool:
         return bool(self.jobs) and any(lane.room for lane in self._lanes)
 
-    def end(self, ticket: Ticket) -> None:
-        """Release one hold on a ticket; the last one ends it. Its job holds it, from the first post
-        until it leaves `jobs`, and each chain on its way. Withdrawn before, nothing holds it."""
-        self._holds[ticket] -= 1
-        if self._holds[ticket] <= 0:
-            del self._holds[ticket]
-            super().end(ticket)
-
     def post(self) -> None:
         """One chain on every queue pair that has room, the emptiest first."""
         job = self.jobs[0]
-        source, target = self._medium.regions[job.source_region], self._theirs.regions[job.region]
+        source, target = self.medium.regions[job.source_region], self.theirs.regions[job.region]
         left = len(job.source_offsets) - job.num_posted
-        share = min(self._medium.depths.send_chain, -(-left // len(self._lanes)))
+        share = min(self.medium.depths.send_chain, -(-left // len(self._lanes)))
         for lane in sorted(self._lanes, key=lambda lane: lane.room, reverse=True):
             some = slice(job.num_posted, job.num_posted + min(share, lane.room))
-            sources, targets = job.source_offsets[some], job.destination_offsets[some]
-            if not len(sources):
+            offsets = job.source_offsets[some], job.destination_offsets[some]
+            if not len(offsets[0]):
                 break
-            self._holds[job.ticket] += 1 if job.num_posted else 2  # the first also for its job
-            lane.post(job, source, target, sources, targets, job.write_bytes, job.imm)
-            job.num_posted += len(sources)
+            lane.post(source, target, offsets, job.write_bytes, job.imm)
+            lane.chains.append((lane.posted, job))
+            job.num_posted += len(offsets[0])
         if job.is_posted:
             self.end(self.jobs.popleft().ticket)
 
     # Completions come in.
 
     def take_ended(self) -> list[WritesDone]:
+        """Those of jobs that are out and have no chain under way."""
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
-        return super().take_ended()
+        under_way = {job.ticket for lane in self._lanes for _, job in lane.chains}
+        ended = [done for done in self.ended if done.ticket not in under_way]
+        self.ended = [done for done in self.ended if done.ticket in under_way]
+        return ended
 
     def _on_event(self, lane: _Lane, events: int) -> None:
         self.guard(lane.qp.rearm)
         self.guard(partial(self._take, lane))
 
     def _take(self, lane: _Lane) -> None:
-        """A bounded amount of what has completed on a queue pair."""
-        failed = self._count(lane)
-        if len(failed):
-            raise TransferError(lane.why(failed[0]))
-        for job in lane.take_returned():
-            self.end(job.ticket)
+        """A bounded amount of what has completed on a queue pair. Ready once the first writes of
+        both sides are through on all."""
+        if (failed := lane.take()) is not None:
+            raise TransferError(lane.why(failed))
+        while lane.chains and lane.chains[0][0] <= lane.returned:
+            lane.chains.popleft()
         lane.replenish()
-        if not self._ready:
-            self._check_ready(lane)
-
-    def _count(self, lane: _Lane) -> Requests:
-        """Account for what has completed, and count what arrived. Returns what failed."""
-        found = lane.qp.poll()
-        if not len(found):
-            return found
-        if len(found) == verbs_device.POLL_COMPLETIONS:
-            self.control.waiter.wake()  # no event tells of the rest
-        imms, counts = np.unique(lane.take(found), return_counts=True)
-        for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
-            self._arrived(imm, count)
-        failed: Requests = found[found["status"] != 0]
-        return failed
+        if lane.heard and not lane.posted:
+            self._probe(lane)
+        if not self._ready and all(lane.heard and lane.returned for lane in self._lanes):
+            self._ready = True
+            self.region_bytes = [region.nbytes for region in self.theirs.regions]
+            self.control.ready(self.peer)
 
     # The end.
 
@@ -260,11 +233,11 @@ class VerbsLink(Link):
             with suppress(TransferError):
                 lane.qp.fail()
                 stopped.append(lane)
-        destroy_at = time.monotonic() + FLUSH_SECONDS
+        until = time.monotonic() + FLUSH_SECONDS
         for lane in stopped:
             with suppress(TransferError):
-                while lane.has_posted and time.monotonic() < destroy_at:
-                    self._count(lane)
+                while (lane.receives or lane.returned < lane.posted) and time.monotonic() < until:
+                    lane.take()
         self.close()
 
     def close(self) -> None:
@@ -282,20 +255,21 @@ class _Lane:
     receives     how many immediates may still come before more are posted
     """
 
-    def __init__(self, medium: VerbsMedium, number: int, peers: Sequence[Address]) -> None:
-        self.own, self.theirs = number % len(medium.nics), number % len(peers)
-        nic, self.address, depths = medium.nics[self.own], peers[self.theirs], medium.depths
+    def __init__(self, link: VerbsLink, number: int) -> None:
+        nics, peers, depths = link.medium.nics, link.theirs.nics, link.medium.depths
+        self.own, self.their = number % len(nics), number % len(peers)
+        nic, self.address = nics[self.own], peers[self.their]
         if bool(nic.address.gid) != bool(self.address.gid):
             raise TransferError(
                 f"{nic} and the peer's NIC at {self.address} cannot meet: one is addressed by GID"
                 " (RoCE), the other by LID (InfiniBand); choose others with --rdma-device"
             )
-        self._depths = depths
+        self._link, self._depths = link, depths
         self.qp = nic.queue_pair(depths.sends, depths.receives, depths.receive_chain)
         self.psn = secrets.randbits(24)
         self.posted = self.returned = self.receives = 0
         self.heard = False
-        self._chains: deque[tuple[int, Job]] = deque()
+        self.chains: deque[tuple[int, Job]] = deque()
         # Filled anew for every post, from the end. Only what differs is written then.
         self._requests, self._elements = verbs_device.send_chain(depths.send_chain)
 
@@ -303,11 +277,6 @@ class _Lane:
     def room(self) -> int:
         """Writes that may be posted now."""
         return self._depths.sends - (self.posted - self.returned)
-
-    @property
-    def has_posted(self) -> bool:
-        """Whether something is posted that did not come back."""
-        return self.receives > 0 or self.returned < self.posted
 
     def connect(self, peer: End) -> None:
         """Receives first: the peer may write as soon as it can."""
@@ -322,54 +291,46 @@ class _Lane:
             self.receives += self._depths.receive_chain
 
     def post(
-        self,
-        job: Job | None,
-        source: _Registered,
-        target: Region,
-        source_offsets: Offsets,
-        target_offsets: Offsets,
-        nbytes: int,
-        imm: int,
+        self, source: _Registered, target: Region, offsets: Sequence[Offsets], nbytes: int, imm: int
     ) -> None:
         """One chain: a write of `nbytes` with the immediate for each pair of offsets."""
+        source_offsets, target_offsets = offsets
         count, part = len(source_offsets), source.parts[self.own]
         requests, elements = self._requests[-count:], self._elements[-count:]
         np.add(source_offsets.view(np.uint64), source.base, out=elements["addr"])
         np.add(target_offsets.view(np.uint64), target.address, out=requests["remote_addr"])
         requests["wr_id"] = np.arange(self.posted + 1, self.posted + count + 1)
         elements["length"], elements["lkey"] = nbytes, part.lkey
-        requests["rkey"], requests["imm"] = target.rkeys[self.theirs], imm
+        requests["rkey"], requests["imm"] = target.rkeys[self.their], imm
         self.qp.post_sends(requests)
         self.posted += count
-        if job is not None:
-            self._chains.append((self.posted, job))
 
-    def take(self, found: Requests) -> npt.NDArray[np.uint32]:
-        """Account for these completions. Returns the immediates that came, but for the first."""
-        ids = found["wr_id"]
-        self.returned = max(self.returned, int(ids.max()))
-        received = ids == verbs_device.RECEIVE
+    def take(self) -> np.void | None:
+        """Account for a bounded amount of what has completed, and count the immediates that came,
+        but for the first. Returns the first that failed, if any."""
+        found = self.qp.poll()
+        if not len(found):
+            return None
+        if len(found) == verbs_device.POLL_COMPLETIONS:
+            self._link.control.waiter.wake()  # no event tells of the rest
+        self.returned = max(self.returned, int(found["wr_id"].max()))
+        received, failed = found["wr_id"] == verbs_device.RECEIVE, found["status"] != 0
         self.receives -= int(np.count_nonzero(received))
-        imms: npt.NDArray[np.uint32] = found["imm"][received & (found["status"] == 0)]
+        imms = found["imm"][received & ~failed]
         if len(imms) and not self.heard:
-            self.heard = True
-            return imms[1:]
-        return imms
-
-    def take_returned(self) -> Iterator[Job]:
-        """The job of each chain that is done."""
-        while self._chains and self._chains[0][0] <= self.returned:
-            yield self._chains.popleft()[1]
+            self.heard, imms = True, imms[1:]
+        imms, counts = np.unique(imms, return_counts=True)
+        for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
+            self._link.connection.arrived(imm, count)
+        return found[failed][0] if failed.any() else None
 
     def why(self, failed: np.void) -> str:
         """In words, of the first completion that failed. Its opcode would tell nothing: that is
         undefined then; its wr_id is ours."""
-        job = next((job for last, job in self._chains if failed["wr_id"] <= last), None)
-        what = (
-            f"a write of {job.write_bytes} bytes with imm {job.imm}" if job else "the first write"
-        )
-        if failed["wr_id"] == verbs_device.RECEIVE:
-            what = "a receive"
+        what = "a receive" if failed["wr_id"] == verbs_device.RECEIVE else "the first write"
+        jobs = [job for last, job in self.chains if verbs_device.RECEIVE < failed["wr_id"] <= last]
+        if jobs:
+            what = f"a write of {jobs[0].write_bytes} bytes with imm {jobs[0].imm}"
         hint = "" if self.heard and self.returned else _NO_WAY
         return (
             f"{what} failed: {self.qp.explain(int(failed['status']))}; {self.qp},"

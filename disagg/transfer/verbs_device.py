@@ -31,6 +31,7 @@ import numpy.typing as npt
 from disagg.resource import Resource
 from disagg.transfer.interface import Memory, TransferError
 
+MISSING = ""
 try:
     from pyverbs import addr, cq, device, mr, pd, qp
     from pyverbs.pyverbs_error import PyverbsError
@@ -40,8 +41,6 @@ except ImportError as error:
         " rdma-core ibverbs-providers`, and for the Python of a virtual environment `ln -s"
         f" /usr/lib/python3/dist-packages/pyverbs {sysconfig.get_path('platlib')}/`"
     )
-else:
-    MISSING = ""
 
 # From verbs.h: its structs as elements of arrays. An immediate is big-endian on the wire, and `>u4`
 # turns it both ways.
@@ -66,7 +65,6 @@ POLL_COMPLETIONS = 1024
 # Sent again after 4 us * 2^16 without an answer, 6 times (7 is "for ever" to soft-RoCE): an error
 # after 2 to 8 s. A receiver with an empty queue is asked again after 0.16 ms, for ever (7).
 _TIMEOUT, _RETRIES, _RNR_TIMER, _RNR_FOREVER = 16, 6, 8, 7
-_HOP_LIMIT = 64
 #: Of the statuses that users meet, beside the words of verbs.
 _MEANING = {
     2: " (this NIC cannot send: did its link go down?)",
@@ -151,8 +149,9 @@ class QueuePair(Resource):
             init = qp.QPInitAttr(
                 qp_type=_RC, qp_context=self, scq=self._cq, rcq=self._cq, cap=cap, sq_sig_all=0
             )
-            access = _LOCAL_WRITE | _REMOTE_WRITE
-            self._qp = qp.QP(nic.pd, init, self._attributes(qp_access_flags=access))
+            attributes = qp.QPAttr(port_num=nic.port)
+            attributes.qp_access_flags = _LOCAL_WRITE | _REMOTE_WRITE
+            self._qp = qp.QP(nic.pd, init, attributes)
         self.qpn: int = self._qp.qp_num
         cq_struct = _struct_of(self._cq, _CQ_CONTEXT, self)
         qp_struct = _struct_of(self._qp, _QP_CONTEXT, self)
@@ -172,27 +171,18 @@ class QueuePair(Resource):
 
     def connect(self, own_psn: int, peer: End, address: Address) -> None:
         """To the peer's queue pair `peer` at `address`; from now on it can receive and send."""
-        route = None
+        port, route = self.nic.port, None
         if address.gid:
-            route = addr.GlobalRoute(
-                dgid=addr.GID(address.gid), sgid_index=self.nic.gid_index, hop_limit=_HOP_LIMIT
-            )
+            gid, index = addr.GID(address.gid), self.nic.gid_index
+            route = addr.GlobalRoute(dgid=gid, sgid_index=index, hop_limit=64)
         # On InfiniBand packets travel by LID also if they carry GIDs (--gid-index). RoCE has none.
-        path = addr.AHAttr(
-            dlid=address.lid, is_global=int(bool(route)), gr=route, port_num=self.nic.port
-        )
+        path = addr.AHAttr(dlid=address.lid, is_global=bool(route), gr=route, port_num=port)
         mtu = min(self.nic.address.mtu, address.mtu)
-        attributes = self._attributes(
-            ah_attr=path,
-            path_mtu=mtu.bit_length() - 8,
-            dest_qp_num=peer.qpn,
-            rq_psn=peer.psn,
-            min_rnr_timer=_RNR_TIMER,
-            sq_psn=own_psn,
-            timeout=_TIMEOUT,
-            retry_cnt=_RETRIES,
-            rnr_retry=_RNR_FOREVER,
-        )
+        attributes = qp.QPAttr(port_num=port, path_mtu=mtu.bit_length() - 8)
+        attributes.ah_attr, attributes.dest_qp_num = path, peer.qpn
+        attributes.rq_psn, attributes.sq_psn = peer.psn, own_psn
+        attributes.timeout, attributes.retry_cnt = _TIMEOUT, _RETRIES
+        attributes.min_rnr_timer, attributes.rnr_retry = _RNR_TIMER, _RNR_FOREVER
         where = f"with queue pair {peer.qpn} at ({address})"
         hint = "; check that both addresses are in one network and --gid-index"
         for step, move in (("receive", self._qp.to_rtr), ("send", self._qp.to_rts)):
@@ -205,14 +195,12 @@ class QueuePair(Resource):
 
     def post_sends(self, requests: Requests) -> None:
         """`SEND_WR`s that are chained by `next`. The array may be filled anew afterwards."""
-        first, rejected = requests.ctypes.data, self._rejected.ctypes.data
-        self._check("send", self._send(first, rejected))
+        self._check("send", self._send(requests.ctypes.data, self._rejected.ctypes.data))
 
     def poll(self) -> Requests:
         """What has completed, as `WC`s `[0 to POLL_COMPLETIONS]`; valid until the next call."""
         found = self._poll()
-        if found < 0:
-            self._check("poll", found)
+        self._check("poll", min(found, 0))
         return self._completions[:found]
 
     def rearm(self) -> None:
@@ -241,12 +229,6 @@ class QueuePair(Resource):
     def explain(self, status: int) -> str:
         """What a completion's status means."""
         return f"{cq.cqe_status_to_str(status)}{_MEANING.get(status, '')}"
-
-    def _attributes(self, **fields: object) -> qp.QPAttr:
-        attributes = qp.QPAttr(port_num=self.nic.port)
-        for name, value in fields.items():
-            setattr(attributes, name, value)
-        return attributes
 
     def _check(self, what: str, code: int) -> None:
         if code:

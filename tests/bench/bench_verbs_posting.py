@@ -69,16 +69,13 @@ class Pair:
         arguments = self.target.descriptor, PAGE_BYTES, order, order, self.imm
         self.writer.write_pages(self.there, self.source, *arguments)
         link = self.writer._peers[self.there].link
-        lane, (job,) = self.sends, link.jobs
+        lane = self.sends
         start = time.perf_counter_ns()
         for first in range(0, num_writes, 512):
             offsets = order[first : first + 512]
-            source, target = link._medium.regions[0], link._theirs.regions[0]
-            lane.post(job, source, target, offsets, offsets, PAGE_BYTES, self.imm)
+            source, target = link.medium.regions[0], link.theirs.regions[0]
+            lane.post(source, target, (offsets, offsets), PAGE_BYTES, self.imm)
         built = time.perf_counter_ns() - start
-        for _ in range(-(-num_writes // 512)):
-            lane.posted -= len(order[:512])
-            lane._chains.pop()
         lane.posted = lane.returned
 
         lane.qp.poll = prepared([])

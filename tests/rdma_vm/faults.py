@@ -128,9 +128,9 @@ def only_of(written, sent):
 def test_a_wrong_key(world):
     pair = Pair(world)
     link = pair.link
-    (region,) = link._theirs.regions
+    (region,) = link.theirs.regions
     forged = msgspec.structs.replace(region, rkeys=[key ^ 0xFF00 for key in region.rkeys])
-    link._theirs = msgspec.structs.replace(link._theirs, regions=[forged])
+    link.theirs = msgspec.structs.replace(link.theirs, regions=[forged])
     pair.post()
     pair.must_end(["remote access error"])
     assert not pair.owner.bytes.any()
