@@ -26,7 +26,8 @@ from disagg.transfer import interface
 from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.opening import decode
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
 
     def _on_opened(self, opened: Opened) -> None:
         """Whoever was called chooses among what is offered; the answer offers that alone."""
-        peer, offers = opened.peer, opened.offers
+        peer, offers = opened.peer, opened.opening.offers
         if not self._control.is_open(peer):
             return  # lost in the same poll
         *better, last = (medium for medium in self._media if medium.name in offers)
@@ -238,7 +239,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         known = self._peers[peer]
         for name in known.links.keys() - {chosen.name}:
             known.links.pop(name).close()
-        known.epoch = opened.epoch
+        known.epoch = opened.opening.epoch
         known.link.start(offers[chosen.name])
 
     def _post_next(self) -> None:
@@ -252,7 +253,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
     def _on_lost(self, lost: Lost) -> None:
         links = list(self._peers.pop(lost.peer, _Peer(links={})).links.values())
         for link in links:
-            link.take_arrivals()
             link.revoke()
         self._counter.forget_peer(lost.peer)
         self._open = {t: job for t, job in self._open.items() if job.peer != lost.peer}

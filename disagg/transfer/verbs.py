@@ -39,7 +39,8 @@ import numpy.typing as npt
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, Ticket, TransferError, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.opening import decode
 from disagg.transfer.verbs_device import Address, End, Nic, Requests, base_of
 from disagg.transfer.waiter import READABLE
 
