@@ -22,6 +22,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from disagg.transfer.interface import MessageReceived, Peer, TransferError
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
@@ -112,7 +113,7 @@ class Control:
         self._connections: dict[Peer, _Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
-        self._accept_at = math.inf  # when to watch the listener again, if it is not watched
+        self._accept_at = math.inf  # when to watch the listener, if it is not watched
         self._events: list[ControlEvent] = []
         #: A link watches its own descriptors here too.
         self.waiter = Waiter()
@@ -149,8 +150,7 @@ class Control:
         try:
             step()
         except (OSError, ValueError) as error:
-            connection = self._connections.get(peer)
-            if connection is None:
+            if (connection := self._connections.get(peer)) is None:
                 return  # it has ended
             why = str(error)
             if isinstance(error, OSError):
@@ -169,9 +169,8 @@ class Control:
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
-        self._listener = listener = open_listener(host, port)
-        self._watch_listener(listener)
-        bound = listener.getsockname()
+        self._listener, self._accept_at = open_listener(host, port), 0.0
+        bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int) -> Peer:
@@ -192,8 +191,7 @@ class Control:
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
-        connection = self._connections.pop(peer, None)
-        if connection is not None:
+        if connection := self._connections.pop(peer, None):
             self.waiter.close_socket(connection.socket)
             self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
 
@@ -215,7 +213,9 @@ class Control:
         if self._events:
             timeout = 0.0
         if self._listener is not None and now >= self._accept_at:
-            self._watch_listener(self._listener)
+            self._accept_at = math.inf
+            accept = partial(self._accept, self._listener)
+            self.waiter.watch(self._listener.fileno(), READABLE, accept)
         ends = min([self._accept_at, *(connection.deadline for connection in opening)])
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self._events = self._events, []
@@ -230,11 +230,7 @@ class Control:
 
     # Inside.
 
-    def _watch_listener(self, listener: socket.socket) -> None:
-        self._accept_at = math.inf
-        self.waiter.watch(listener.fileno(), READABLE, lambda _: self._accept(listener))
-
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
             tcp, (host, port, *_) = listener.accept()
         except OSError:

@@ -4,7 +4,6 @@
 '---- the same in every version ----'       info: the link's own bytes
 """
 
-import struct
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ MAX_OPENING_BYTES = 64 << 10
 
 _MAGIC = b"disagg\x00\x01"
 _VERSION = 1
-_PREFIX = struct.Struct("<8sI")
+_PREFIX = _MAGIC + _VERSION.to_bytes(4, "little")
 
 _Kind = TypeVar("_Kind")
 
@@ -35,20 +34,20 @@ class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 
 def encode_opening(opening: Opening) -> bytes:
     """The frame, without its length."""
-    return _PREFIX.pack(_MAGIC, _VERSION) + msgspec.msgpack.encode(opening)
+    return _PREFIX + msgspec.msgpack.encode(opening)
 
 
 def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
     """A peer's opening with a key, or that offers one of `transports`. TransferError says what is
     wrong."""
-    if len(frame) < _PREFIX.size or not frame.startswith(_MAGIC):
+    if not frame.startswith(_MAGIC):
         raise TransferError("no opening of a disagg node; check host and port")
-    version = _PREFIX.unpack_from(frame)[1]
+    version = int.from_bytes(frame[len(_MAGIC) : len(_PREFIX)], "little")
     if version != _VERSION:
         raise TransferError(
             f"control version {version}, ours is {_VERSION}; run one release on both"
         )
-    opening = decode(frame[_PREFIX.size :], Opening, "a malformed opening")
+    opening = decode(frame[len(_PREFIX) :], Opening, "a malformed opening")
     if not opening.key and not opening.offers.keys() & set(transports):
         theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
         raise TransferError(

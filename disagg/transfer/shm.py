@@ -66,9 +66,7 @@ class ShmMedium(Medium):
             self.own.append(None)
             return
         if memory.fd is None:
-            raise TransferError(
-                "shm needs memory with a file descriptor, got none; allocate it as SharedMemory"
-            )
+            raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
         self.own.append(Extent(memory.fd, memory.fd_offset, memory.nbytes))
 
     def link(self, connection: Connection) -> Link:

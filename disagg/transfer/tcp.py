@@ -55,20 +55,14 @@ class TcpMedium(Medium):
         return TcpLink(connection, self._regions, self._send)
 
 
-class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """In the opening: the key for the data connection (of who is called), sizes of our regions."""
-
-    key: bytes
-    region_bytes: list[int]
-
-
 class TcpLink(Link):
-    """One connection's data connection."""
+    """One connection's data connection. In the opening stand the key for it (of who is called) and
+    the sizes of our regions."""
 
     def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
         super().__init__(connection)
         key = b"" if self.outgoing else self.control.expect_join(self.peer, self._take)
-        self.info = msgspec.msgpack.encode(_Info(key, [region.nbytes for region in regions]))
+        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in regions]))
         self._reader = FrameReader(regions, connection.arrived)
         self._send = send
         self._data: Wire | None = None
@@ -77,11 +71,10 @@ class TcpLink(Link):
 
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
-        theirs = decode(info, _Info, "malformed opening of tcp")
-        self.region_bytes = theirs.region_bytes
+        key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.outgoing:
             self._data = self.control.dial_again(self.peer)
-            self._data.unsent += framed(encode_opening(Opening(0, {}, theirs.key)))
+            self._data.unsent += framed(encode_opening(Opening(0, {}, key)))
             self._watch(blocked=True)
 
     def can_post(self) -> bool:

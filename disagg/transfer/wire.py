@@ -15,8 +15,6 @@ from typing import Any
 
 from disagg.transfer.interface import TransferError
 
-#: Connections that wait for our `accept`.
-BACKLOG = 128
 #: Read from one socket at once.
 READ_BYTES = 256 << 10
 #: What a peer that does not read may leave with us before it counts as dead.
@@ -34,9 +32,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         family, address = resolve(host, port)
         both = family == socket.AF_INET6  # "::" is every address, also of IPv4
-        listener = socket.create_server(
-            address, family=family, backlog=BACKLOG, dualstack_ipv6=both
-        )
+        listener = socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise TransferError(
             f"cannot listen on {host}:{port}: {reason_of(error)};"
@@ -109,8 +105,6 @@ class Wire:
                 del self.unsent[: self.socket.send(self.unsent)]
         except BlockingIOError:
             pass  # the rest goes when epoll says so
-        except (BrokenPipeError, ConnectionResetError):
-            self.unsent.clear()  # the reader ends it, after what the peer said at last
         if len(self.unsent) > MAX_UNSENT_BYTES:
             raise TransferError(f"{self.address} does not read: {len(self.unsent)} bytes wait")
 
