@@ -394,7 +394,7 @@ def test_an_honest_impostor_is_a_peer(world, impostor):
 def test_a_frame_that_is_wrong_ends_the_connection_and_writes_nothing(world, impostor, lie, why):
     node = world.node(4096)
     impostor.dial(node)
-    impostor.data.sendall(lie + b"y" * 64)
+    impostor.data.sendall(lie + frame([0], b"y" * 8) + b"y" * 64)
     assert why in fate(world, impostor, node)
     assert not node.bytes.any()
 

@@ -5,12 +5,12 @@
         v                        v  transport, timeout      v                    v  bad frame
     Lost <-----------------------------------------------------------------------'
 
-The first frame each way is the opening; who connected says its own first. Its last field belongs to
-the links (addresses, keys). Between `Opened` and `ready()` a link builds its own path; messages of
-both directions wait for it, so a message received means that both sides can write. Notes are what
-one link says to the other, and do not wait. A connection that opens with a key joins one that is
-open already: its socket is handed to the link that gave the key away. Who dials for it is a link
-of the other side (`dial_again`), and says the key itself.
+The first frame each way is the opening; who connected says its own first. What it offers belongs to
+the links (addresses, tokens). Between `Opened` and `ready()` a link builds its own path; messages
+of both directions wait for it, so a message received means that both sides can write. Notes are
+what one link says to the other, and do not wait. A connection that opens with a key joins one that
+is open already: it is handed to the link that gave the key away. Who dials for it is a link of the
+other side (`dial_again`), and says the key itself.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a link waits for, it watches on the same `waiter`.
@@ -295,9 +295,8 @@ class Control:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
         while self.is_open(peer):
-            held = connection.opened and not connection.ready
             limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
-            taken = connection.take(limit, notes_only=held)
+            taken = connection.take(limit, notes_only=connection.opened and not connection.ready)
             if taken is None:
                 return
             frame, is_note = taken

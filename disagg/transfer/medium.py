@@ -3,7 +3,7 @@
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
-                post(), take_ended() ... take_arrivals(), revoke(), is_fenced(), close()
+                post(), take_ended() ... revoke(), is_fenced(), close()
 
 A link takes writes from the front of its `jobs`, in order, and counts each in `num_posted` when it
 can no longer be withdrawn.

@@ -82,12 +82,12 @@ class FrameReader:
         """Take what one system call gives; number of bytes.
 
         BlockingIOError if there is nothing. TransferError at the end, and for a frame that is
-        wrong, of which nothing was written.
+        wrong: nothing is written of it, or of what follows.
         """
         if self._frame is None:
             nbytes = data.read(one_frame=True)
             if taken := data.take(_MAX_HEAD_BYTES):
-                self._take_head(decode(taken[0], Head, "malformed head of a frame"))
+                self._take_head(taken[0])
             return nbytes
         nbytes = data.socket.recvmsg_into(self._frame.rest())[0]
         self._frame.moved += nbytes
@@ -96,10 +96,15 @@ class FrameReader:
             self._arrived(*self._arrival)
         return nbytes or data.read()  # which says that this is the end
 
-    def _take_head(self, head: Head) -> None:
-        if head.region >= len(self._regions):
-            raise TransferError(f"a frame for region {head.region} of {len(self._regions)}")
-        memory, offsets = self._regions[head.region], np.frombuffer(head.offsets, "<i8")
+    def _take_head(self, data: bytes) -> None:
+        # They stay away if the head is wrong: what follows may be anything, and would be read as
+        # the next head.
+        regions, self._regions = self._regions, []
+        head = decode(data, Head, "malformed head of a frame")
+        if head.region >= len(regions):
+            raise TransferError(f"a frame for region {head.region} of {len(regions)}")
+        memory, offsets = regions[head.region], np.frombuffer(head.offsets, "<i8")
         check_offsets("destination", offsets, head.write_bytes, memory.nbytes)
         self._frame = Frame(memory, offsets, head.write_bytes)
         self._arrival = head.imm, len(offsets)
+        self._regions = regions

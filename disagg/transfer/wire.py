@@ -116,7 +116,7 @@ class Wire:
             wanted = _LENGTH.size - len(self.received)
             if wanted <= 0:
                 wanted += _LENGTH.unpack_from(self.received)[0] & ~_NOTE
-        data = self.socket.recv(wanted)
+        data = self.socket.recv(min(wanted, READ_BYTES))
         if not data:
             hint = "" if self.opened else f" before its opening; {CHECK}"
             raise TransferError(f"{self.address} closed the connection{hint}")
