@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.transfer.control import KEY_BYTES, MAX_OPENING_CONNECTIONS, Lost, Opened
+from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Lost, Opened
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -461,7 +461,7 @@ def test_no_opening_makes_poll_raise(info):
                 impostor.control.poll(0)
 
 
-@pytest.mark.parametrize("key", [joining(b"0" * KEY_BYTES), joining(b""), b"\x10\0\0\0short", b""])
+@pytest.mark.parametrize("key", [joining(b"0" * 32), joining(b""), b"\x10\0\0\0short", b""])
 def test_a_data_connection_without_the_key_is_closed_in_time(world, impostor, key):
     """A wrong one at once, the others at the deadline, which also ends the control connection."""
     node = world.node(opening_timeout=0.3)
@@ -559,7 +559,7 @@ def test_a_note_is_nothing_that_tcp_knows(world, impostor):
 def test_a_peer_that_is_closed_while_its_data_connection_is_dialled(world, impostor):
     """The second connection ends with the first."""
     node = world.node()
-    impostor.offer = lambda: msgspec.msgpack.encode([b"k" * KEY_BYTES, []])
+    impostor.offer = lambda: msgspec.msgpack.encode([b"k" * 32, []])
     peer = node.engine.connect(*impostor.control.listen("127.0.0.1", 0))
     impostor.run(node, lambda: link_of(node, peer)._data)
     dialled = link_of(node, peer)._data.socket

@@ -42,7 +42,6 @@ from disagg.transfer.wire import (
 MAX_MESSAGE_BYTES = 16 << 20
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
-KEY_BYTES = 16
 #: What to do about a path for writes that does not come up.
 PATH_CHECK = (
     "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
@@ -134,7 +133,7 @@ class Control:
 
     def expect_join(self, peer: Peer, take: Take) -> bytes:
         """The key by which another connection may join an open peer, once; `take` gets it."""
-        key = secrets.token_bytes(KEY_BYTES)
+        key = secrets.token_bytes()
         self._connections[peer].joins[key] = take
         return key
 

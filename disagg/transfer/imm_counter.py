@@ -54,8 +54,7 @@ class ImmCounter:
     def forget(self, imm: int) -> None:
         """Drop what arrived and what will arrive. Unknown: no-op."""
         self._waiting.pop(imm, None)
-        if imm in self.reached:
-            self.reached.remove(imm)
+        self.reached = [reached for reached in self.reached if reached != imm]
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""

@@ -73,9 +73,9 @@ class TcpLink(Link):
         """Dial for the data connection, or wait for it."""
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.outgoing:
-            self._data = self.control.dial_again(self.peer)
-            self._data.unsent += framed(encode_opening(Opening(0, {}, key)))
-            self._watch(blocked=True)
+            self._data = data = self.control.dial_again(self.peer)
+            data.unsent += framed(encode_opening(Opening(0, {}, key)))
+            self._watch(data, blocked=True)
 
     def can_post(self) -> bool:
         return not self._blocked and (self._frame is not None or bool(self.jobs))
@@ -96,7 +96,7 @@ class TcpLink(Link):
             budget -= sent + CALL_BYTES
             self._frame.moved += sent
             if self._frame.moved < self._frame.end:
-                self._watch(blocked=True)
+                self._watch(self._data, blocked=True)
             else:
                 self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
                 self._frame = None
@@ -118,26 +118,24 @@ class TcpLink(Link):
 
     def _take(self, data: Wire) -> None:
         self._data = data
-        self._watch(blocked=False)
+        self._watch(data, blocked=False)
         self.control.ready(self.peer)
 
-    def _watch(self, *, blocked: bool) -> None:
-        assert self._data is not None, "watched only while it is there"
+    def _watch(self, data: Wire, *, blocked: bool) -> None:
         self._blocked = blocked
         self.control.waiter.watch(
-            self._data.socket.fileno(),
+            data.socket.fileno(),
             READABLE | WRITABLE * blocked,
-            lambda events: self.guard(partial(self._on_data, events)),
+            lambda events: self.guard(partial(self._on_data, data, events)),
         )
 
-    def _on_data(self, events: int) -> None:
-        assert self._data is not None, "watched only while it is there"
-        if not self._data.connected:  # the key is short: a new connection takes it at once
-            self._data.finish_connect()
-            self._data.flush()
+    def _on_data(self, data: Wire, events: int) -> None:
+        if not data.connected:  # the key is short: a new connection takes it at once
+            data.finish_connect()
+            data.flush()
             self.control.ready(self.peer)
         if self._blocked and events & ~READABLE:
-            self._watch(blocked=False)
+            self._watch(data, blocked=False)
         if events & ~WRITABLE:
             self._receive(FRAME_BYTES)
 
