@@ -88,8 +88,7 @@ def test_openings_carry_epoch_and_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == [Opened(peer=1, epoch=42, offers={"test": b"info"})]
-    assert other == [Opened(peer=1, epoch=42, offers={"test": b"info"})]
+    assert mine == other == [Opened(peer=1, opening=Opening(42, {"test": b"info"}))]
     tcp = ours._connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -139,15 +138,25 @@ def test_messages_said_last_arrive_before_the_loss(ours, theirs):
     assert not ours.is_open(peer)
 
 
-def test_close_after_reading_takes_the_last_words(ours, theirs):
+@pytest.mark.parametrize(
+    ("error", "why"), [(TransferError("gone"), "gone"), (OSError(5, "gone"), "{} broke: gone")]
+)
+def test_a_link_that_fails_takes_the_last_words(ours, theirs, error, why):
     peer = ours.connect(*theirs.listen("127.0.0.1", 0))
     run(ours, theirs, until=lambda a, b: a and b)
     ours.send(peer, b"last")
-    theirs.close_after_reading(1, "gone")
+
+    def fail():
+        raise error
+
+    why = why.format(f"connection to {theirs._connections[1].address}")
+    theirs.guard(1, fail)
     assert theirs.poll(0) == [
         MessageReceived(peer=1, data=b"last"),
-        Lost(peer=1, why="gone", announced=True),
+        Lost(peer=1, why=why, announced=True),
     ]
+    theirs.guard(1, fail)
+    assert theirs.poll(0) == []
 
 
 def test_peer_numbers_are_never_used_again(ours, theirs):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -207,7 +206,10 @@ def held_lease(fd):
 
 @pytest.fixture
 def lease():
-    with contextlib.closing(Lease()) as lease, contextlib.closing(held_lease(lease.fd)) as held:
+    with (
+        contextlib.closing(Lease(b"grant")) as lease,
+        contextlib.closing(held_lease(lease.fd)) as held,
+    ):
         yield lease, held
 
 
@@ -348,15 +350,16 @@ class Impostor:
 
     def __init__(self):
         self.token = b"t" * 16
-        self.lease = Lease()
+        self.lease = Lease(b"nothing")
         self.control = OpeningControl(lambda: {"shm": self.info}, transports=["shm"], epoch=5)
         self.peer = None
 
     def dial(self, victim, regions=(), *, grant=None, **lies):
         """Connect; the opening is honest but for `lies`."""
-        granted = [self.token, list(regions)]
+        if grant is None:
+            grant = msgspec.msgpack.encode(list(regions))
         self.lease.close()
-        self.lease = Lease(msgspec.msgpack.encode(granted) if grant is None else grant)
+        self.lease = Lease(self.token + grant)
         truth = {"host": host_identity(), "pid": os.getpid(), "lease": self.lease.fd}
         self.info = msgspec.msgpack.encode(list(({**truth, "token": self.token} | lies).values()))
         self.control.connect(*victim.engine.listen("127.0.0.1", 0))
@@ -420,7 +423,7 @@ def test_an_honest_impostor_is_a_peer(world, impostor):
         impostor.meet(node)
         (link,) = [peer.link for peer in node.engine._peers.values()]
         assert link.regions[0].nbytes == 4096
-        impostor.note(struct.pack("=II", 7, 1))
+        impostor.note(msgspec.msgpack.encode([[7, 1]]))
         node.engine.expect(link.peer, 7, 1)
         world.run(lambda: node.reached == [7])
 
@@ -468,7 +471,8 @@ def test_a_peer_that_grants_what_it_does_not_have_is_lost(world, impostor, missi
         pass
     lies = {"lease": {"lease": 9999}, "process": {"pid": ended.pid}, "region": {}}[missing]
     why = fate_of(impostor, world.node(), [[9999, 0, 4096]], **lies)
-    assert "cannot map the memory of the peer's process (No such file or directory)" in why
+    wanted = "broke: No such file or directory" if missing == "region" else "with other rights"
+    assert wanted in why
 
 
 def test_a_wrong_token_is_refused(world, impostor):
@@ -491,17 +495,27 @@ def change_user(monkeypatch, uid):
     monkeypatch.setattr(os, "getuid", lambda: uid)
 
 
-@pytest.mark.parametrize("data", [b"x", bytes(9), bytes(4097), bytes(64 * KIB + 1)])
+@pytest.mark.parametrize(
+    "data", [b"x", bytes(9), bytes(64 * KIB + 1), b"\x91\x91\x01", b"\x91\x92\x01\xa1x"]
+)
 def test_a_malformed_note_ends_the_connection(world, impostor, data):
     node = world.node()
     impostor.dial(node)
     impostor.meet(node)
     why = fate(impostor, node, lambda: impostor.note(data))
-    assert f"malformed note of {len(data)} bytes" in why
+    assert "malformed note of shm" in why
 
 
 @settings(max_examples=30, deadline=None)
-@given(packet=st.binary(min_size=1, max_size=64), honest=st.booleans())
+@given(
+    packet=st.one_of(
+        st.binary(min_size=1, max_size=64),
+        st.lists(st.lists(st.integers(-2, 2**40), min_size=2, max_size=3), max_size=4).map(
+            msgspec.msgpack.encode
+        ),
+    ),
+    honest=st.booleans(),
+)
 def test_no_grant_and_no_note_makes_poll_raise(packet, honest):
     with contextlib.closing(World(shm_engine)) as world:
         with contextlib.closing(Impostor()) as impostor:
@@ -535,8 +549,7 @@ def test_who_is_called_may_be_on_another_host_too(world, impostor, lie):
     while not node.of(PeerFenced):
         node.poll(0.001)
         impostor.control.poll(0)
-    wanted = {"host": "not on the same host", "pid": "cannot map the memory"}[lie]
-    assert wanted in node.of(PeerLost)[0].why
+    assert "shm cannot reach the peer: it is not on the same host" in node.of(PeerLost)[0].why
     assert node.of(PeerLost)[0].peer == peer
 
 
@@ -549,12 +562,9 @@ def test_memory_without_a_descriptor_is_refused():
             engine.register(Memory(address=1, nbytes=8))
 
 
-def test_memory_beyond_its_file_and_late_memory_are_refused(world):
+def test_late_memory_is_refused(world):
     node = world.node()
     memory = node.region.memory
-    beyond = Memory(address=memory.address, nbytes=MIB, fd=memory.fd, fd_offset=1)
-    with pytest.raises(TransferError, match="memory offset 1"):
-        node.engine.register(beyond)
     node.engine.listen("127.0.0.1", 0)
     with pytest.raises(TransferError, match="before listen and connect"):
         node.engine.register(memory)

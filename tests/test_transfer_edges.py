@@ -150,7 +150,8 @@ def test_a_stale_event_ends_no_link():
     with contextlib.closing(World(tcp_engine)) as world:
         dialer, owner = world.node(), world.node()
         there, _ = world.connect(dialer, owner)
-        dialer.engine._peers[there].link._on_data(READABLE)  # with nothing to read
+        link = dialer.engine._peers[there].link
+        link._on_data(link._data, READABLE)  # with nothing to read
         world.rounds(20)
         assert not dialer.of(PeerLost)
 

@@ -5,12 +5,12 @@
         v                        v  transport, timeout      v                    v  bad frame
     Lost <-----------------------------------------------------------------------'
 
-The first frame each way is the opening; who connected says its own first. Its last field belongs to
-the links (addresses, keys). Between `Opened` and `ready()` a link builds its own path; messages of
-both directions wait for it, so a message received means that both sides can write. Notes are what
-one link says to the other, and do not wait. A connection that opens with a key joins one that is
-open already: its socket is handed to the link that gave the key away. Who dials for it is a link
-of the other side (`dial_again`), and says the key itself.
+The first frame each way is the opening; who connected says its own first. What it offers belongs to
+the links (addresses, tokens). Between `Opened` and `ready()` a link builds its own path; messages
+of both directions wait for it, so a message received means that both sides can write. Notes are
+what one link says to the other, and do not wait. A connection that opens with a key joins one that
+is open already: it is handed to the link that gave the key away. Who dials for it is a link of the
+other side (`dial_again`), and says the key itself.
 
 Control knows no transport. What a stranger sends never raises and never takes more memory than one
 frame. Whatever else a link waits for, it watches on the same `waiter`.
@@ -20,13 +20,16 @@ import math
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from disagg.transfer.interface import MessageReceived, Peer, TransferError
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 from disagg.transfer.wire import (
     CHECK,
+    MAX_UNSENT_BYTES,
     READ_BYTES,
     Wire,
     dial,
@@ -37,11 +40,8 @@ from disagg.transfer.wire import (
 )
 
 MAX_MESSAGE_BYTES = 16 << 20
-#: What a peer that does not read may leave with us before it counts as dead.
-MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
-KEY_BYTES = 16
 #: What to do about a path for writes that does not come up.
 PATH_CHECK = (
     "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
@@ -56,8 +56,7 @@ class Opened:
     """The peer's opening fits. Answered with `open()`, if it called us, and `ready()`."""
 
     peer: Peer
-    epoch: int
-    offers: dict[str, bytes]
+    opening: Opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +78,18 @@ class Lost:
 
 ControlEvent = Opened | MessageReceived | NoteReceived | Lost
 
-#: Is handed a socket that joins, of which the first frame is over.
-Take = Callable[[socket.socket], None]
+#: Is handed a connection that joins, of which the first frame is over.
+Take = Callable[[Wire], None]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Connection(Wire):
-    """`joins`: by key, what takes a socket that joins it. `deadline`: none once it is ready and
+    """`joins`: by key, what takes a connection that joins it. `deadline`: for being ready and
     announced, since the user watches its silence then."""
 
     peer: Peer
     announced: bool
     deadline: float
-    opened: bool = False
     ready: bool = False
     waiting: bytearray = field(default_factory=bytearray)
     joins: dict[bytes, Take] = field(default_factory=dict)
@@ -114,7 +112,7 @@ class Control:
         self._connections: dict[Peer, _Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
-        self._accept_at = math.inf  # when to watch the listener again, if it is not watched
+        self._accept_at = math.inf  # when to watch the listener, if it is not watched
         self._events: list[ControlEvent] = []
         #: A link watches its own descriptors here too.
         self.waiter = Waiter()
@@ -123,24 +121,19 @@ class Control:
 
     def ready(self, peer: Peer) -> None:
         """The link to the peer works: let messages flow. Unknown or lost: no-op."""
-
-        def let_flow(connection: _Connection) -> None:
+        if connection := self._connections.get(peer):
             connection.ready = True
-            if connection.announced:
-                connection.deadline = math.inf
             connection.unsent += connection.waiting
             connection.waiting.clear()
-            self._parse(connection)
-
-        self._step(peer, let_flow)
+            self._move(connection)
 
     def is_open(self, peer: Peer) -> bool:
         """Whether the peer is known and not lost."""
         return peer in self._connections
 
     def expect_join(self, peer: Peer, take: Take) -> bytes:
-        """The key by which the other side may join an open peer, once; `take` gets the socket."""
-        key = secrets.token_bytes(KEY_BYTES)
+        """The key by which another connection may join an open peer, once; `take` gets it."""
+        key = secrets.token_bytes()
         self._connections[peer].joins[key] = take
         return key
 
@@ -148,41 +141,35 @@ class Control:
         """A second connection to the host and port of an open peer, the caller's own. OSError."""
         first = self._connections[peer]
         tcp = dial(first.socket.family, first.socket.getpeername())
-        return Wire(socket=tcp, address=first.address, connected=False)
+        return Wire(socket=tcp, address=first.address, connected=False, opened=True)
 
     def guard(self, peer: Peer, step: Callable[[], None]) -> None:
-        """Run a step of the peer's link, and end the connection if it fails."""
+        """Run a step of a connection or its link. If it fails, the connection ends, after the
+        messages that are here already."""
         try:
             step()
-        except (TransferError, ValueError) as broken:
-            self.close_peer(peer, str(broken))
-        except OSError as error:
-            why = f"the path for writes broke: {reason_of(error)}"
-            self.close_after_reading(peer, why)
+        except (OSError, ValueError) as error:
+            if (connection := self._connections.get(peer)) is None:
+                return  # it has ended
+            why = str(error)
+            if isinstance(error, OSError):
+                why = f"connection to {connection.address} broke: {reason_of(error)}"
+            with suppress(OSError, ValueError):
+                for _ in range(MAX_UNSENT_BYTES // READ_BYTES if connection.ready else 0):
+                    connection.read()
+                    self._parse(connection)
+            self.close_peer(peer, why)
 
     def send_note(self, peer: Peer, data: bytes) -> None:
         """To the peer's link, also before `ready`. Lost: dropped."""
         self._queue(peer, framed(data, note=True), at_once=True)
 
-    def close_after_reading(self, peer: Peer, why: str) -> None:
-        """End a connection whose peer is gone, after the messages that are here already."""
-
-        def read_out(connection: _Connection) -> None:
-            for _ in range(MAX_UNSENT_BYTES // READ_BYTES):
-                if not connection.ready or not connection.read():
-                    break
-                self._parse(connection)
-            raise TransferError(why)
-
-        self._step(peer, read_out)
-
     # What the engine passes on.
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
-        self._listener = listener = open_listener(host, port)
-        self._watch_listener(listener)
-        bound = listener.getsockname()
+        self._listener, self._accept_at = open_listener(host, port), 0.0
+        bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int) -> Peer:
@@ -203,8 +190,7 @@ class Control:
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
-        connection = self._connections.pop(peer, None)
-        if connection is not None:
+        if connection := self._connections.pop(peer, None):
             self.waiter.close_socket(connection.socket)
             self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
 
@@ -218,14 +204,19 @@ class Control:
 
     def poll(self, timeout: float) -> list[ControlEvent]:
         """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
-        self._end_late_openings()
+        now = self._clock()
+        opening = [c for c in self._connections.values() if not (c.ready and c.announced)]
+        for connection in opening:
+            if now >= connection.deadline:
+                self._end_late(connection)
         if self._events:
             timeout = 0.0
-        if self._listener is not None and self._clock() >= self._accept_at:
-            self._watch_listener(self._listener)
-        deadlines = [connection.deadline for connection in self._connections.values()]
-        left = min([self._accept_at, *deadlines]) - self._clock()
-        self.waiter.wait(max(0.0, min(timeout, left)))
+        if self._listener is not None and now >= self._accept_at:
+            self._accept_at = math.inf
+            accept = partial(self._accept, self._listener)
+            self.waiter.watch(self._listener.fileno(), READABLE, accept)
+        ends = min([self._accept_at, *(connection.deadline for connection in opening)])
+        self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self._events = self._events, []
         return taken
 
@@ -238,11 +229,7 @@ class Control:
 
     # Inside.
 
-    def _watch_listener(self, listener: socket.socket) -> None:
-        self._accept_at = math.inf
-        self.waiter.watch(listener.fileno(), READABLE, lambda _: self._accept(listener))
-
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, _events: int) -> None:
         try:
             tcp, (host, port, *_) = listener.accept()
         except OSError:
@@ -272,56 +259,43 @@ class Control:
         return connection.peer
 
     def _queue(self, peer: Peer, frame: bytes, *, at_once: bool = False) -> None:
-        def put(connection: _Connection) -> None:
-            flows = connection.ready or at_once
-            queue = connection.unsent if flows else connection.waiting
+        if connection := self._connections.get(peer):
+            queue = connection.unsent if connection.ready or at_once else connection.waiting
             queue += frame
-            if len(queue) > MAX_UNSENT_BYTES:
-                raise TransferError(f"{connection.address} does not read: {len(queue)} bytes wait")
+            self._move(connection)
 
-        self._step(peer, put)
+    def _move(self, connection: _Connection, events: int = 0) -> None:
+        """Do what can be done now; `events` are those that epoll reports."""
 
-    def _step(self, peer: Peer, act: Callable[[_Connection], None]) -> None:
-        """Do something with a connection, send what it left to send, see what comes of it."""
-        connection = self._connections.get(peer)
-        if connection is None:
-            return
-        try:
-            act(connection)
+        def move() -> None:
+            if events and not connection.connected:
+                connection.finish_connect()
+            if events & ~WRITABLE:
+                with suppress(BlockingIOError):
+                    connection.read(one_frame=not connection.opened)
+            self._parse(connection)
             connection.flush()
-        except TransferError as error:
-            self.close_peer(peer, str(error))
-        except OSError as error:
-            self.close_peer(peer, f"connection to {connection.address} broke: {reason_of(error)}")
-        if self.is_open(peer):  # neither lost nor handed over
-            self._watch(connection)
+            if self.is_open(connection.peer):  # neither lost nor handed over
+                self._watch(connection)
+
+        self.guard(connection.peer, move)
 
     def _watch(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
-        events = 0
-        if not held or len(connection.received) < MAX_OPENING_BYTES:
-            events |= READABLE
-        if connection.unsent or not connection.connected:
-            events |= WRITABLE
-        fd = connection.socket.fileno()
-        self.waiter.watch(fd, events, lambda got: self._on_ready(connection, got))
-
-    def _on_ready(self, connection: _Connection, events: int) -> None:
-        def move(connection: _Connection) -> None:
-            if not connection.connected:
-                connection.finish_connect()
-            if events & ~WRITABLE and connection.read(one_frame=not connection.opened):
-                self._parse(connection)
-
-        self._step(connection.peer, move)
+        reads = not held or len(connection.received) < MAX_OPENING_BYTES
+        writes = bool(connection.unsent) or not connection.connected
+        self.waiter.watch(
+            connection.socket.fileno(),
+            READABLE * reads | WRITABLE * writes,
+            lambda events: self._move(connection, events),
+        )
 
     def _parse(self, connection: _Connection) -> None:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
         while self.is_open(peer):
-            held = connection.opened and not connection.ready
             limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
-            taken = connection.take(limit, notes_only=held)
+            taken = connection.take(limit, notes_only=connection.opened and not connection.ready)
             if taken is None:
                 return
             frame, is_note = taken
@@ -330,37 +304,32 @@ class Control:
             elif is_note:
                 self._events.append(NoteReceived(peer=peer, data=frame))
             else:
-                connection.announced, connection.deadline = True, math.inf
+                connection.announced = True
                 self._events.append(MessageReceived(peer=peer, data=frame))
 
     def _on_opening(self, connection: _Connection, frame: bytes) -> None:
         peer = connection.peer
         try:
             opening = decode_opening(frame, self._transports)
-        except ValueError as error:
+        except TransferError as error:
             if not connection.announced:  # it called: our answer shows it why this is the end
                 self.open(peer, dict.fromkeys(self._transports, b""))
             raise TransferError(f"{connection.address} sent {error}") from error
-        if isinstance(opening, Opening):
-            connection.opened = True
-            opened = Opened(peer=peer, epoch=opening.epoch, offers=opening.offers)
-            self._events.append(opened)
+        connection.opened = True
+        if not opening.key:
+            self._events.append(Opened(peer=peer, opening=opening))
             return
         for first in self._connections.values():
-            if opening in first.joins:
+            if opening.key in first.joins:
                 self.waiter.unwatch(connection.socket.fileno())
                 del self._connections[peer]
-                first.joins.pop(opening)(connection.socket)
+                first.joins.pop(opening.key)(connection)
                 return
         raise TransferError(f"{connection.address} joins nothing that is open")
 
-    def _end_late_openings(self) -> None:
-        now = self._clock()
-        for connection in list(self._connections.values()):
-            if now >= connection.deadline:
-                step = "sent no opening" if connection.connected else "did not answer"
-                check = CHECK
-                if connection.opened:
-                    step, check = "opened, but the path for writes did not come up", PATH_CHECK
-                why = f"{connection.address} {step} within {self._timeout:g} s; {check}"
-                self.close_peer(connection.peer, why)
+    def _end_late(self, connection: _Connection) -> None:
+        step, check = "sent no opening" if connection.connected else "did not answer", CHECK
+        if connection.opened:
+            step, check = "opened, but the path for writes did not come up", PATH_CHECK
+        why = f"{connection.address} {step} within {self._timeout:g} s; {check}"
+        self.close_peer(connection.peer, why)

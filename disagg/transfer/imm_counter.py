@@ -31,10 +31,7 @@ class ImmCounter:
     def expect(self, peer: Peer, imm: int, count: int) -> None:
         """Wait for `count` arrivals of `imm` from `peer`. ValueError if `imm` does not increase."""
         if count < 1:
-            raise ValueError(
-                f"imm {imm}: expected a count of at least 1, got {count}; without writes there is"
-                " nothing to wait for"
-            )
+            raise ValueError(f"imm {imm}: expected a count of at least 1, got {count}")
         if not self._last_imm < imm <= MAX_IMM:
             raise ValueError(
                 f"imm {imm}: expected more than the last one ({self._last_imm}) and at most"
@@ -49,18 +46,15 @@ class ImmCounter:
         if expectation is None:
             return
         if not 0 <= count <= expectation.count:
-            raise ValueError(
-                f"imm {imm}: a count can only be lowered; expected 0 to {expectation.count},"
-                f" got {count}"
-            )
+            most = expectation.count
+            raise ValueError(f"imm {imm}: can only be lowered; expected 0 to {most}, got {count}")
         expectation.count = count
         self._settle(imm, expectation)
 
     def forget(self, imm: int) -> None:
         """Drop what arrived and what will arrive. Unknown: no-op."""
         self._waiting.pop(imm, None)
-        if imm in self.reached:
-            self.reached.remove(imm)
+        self.reached = [reached for reached in self.reached if reached != imm]
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""

@@ -1,12 +1,12 @@
 """The right to write into another process's memory, which its owner can take back for certain.
 
     owner                                   writer
-    Lease(grant): file "0", the grant -->   HeldLease(path): opened anew, so its lock is its own
-                                            each batch: LOCK_SH, still "0"? copy, unlock
-    revoke(): file "1"                      next batch: "1", so nothing is copied any more
+    Lease(grant): a file with the grant --> HeldLease(path): opened anew, so its lock is its own
+                                            each batch: LOCK_SH, not empty? copy, unlock
+    revoke(): the file is empty             next batch: empty, so nothing is copied any more
     is_free(): LOCK_EX obtained?            (a batch under way holds LOCK_SH; death unlocks it)
 
-After `is_free()` nothing lands any more: whoever locks later sees the "1". Nobody ever waits in a
+After `is_free()` nothing lands any more: whoever locks later sees it empty. Nobody ever waits in a
 lock: both sides only try. `flock` belongs to the open file, not to the process, which is why the
 writer must not lock through a copy of the owner's descriptor, and why children must not inherit it
 (it is close-on-exec; fork without exec while copying would keep the lock alive).
@@ -20,20 +20,18 @@ from disagg.resource import Descriptor
 
 MAX_GRANT_BYTES = 64 << 10
 
-_GRANTED = b"0"
-_REVOKED = b"1"
-
 
 class Lease(Descriptor):
-    """The owner's side: one per connection and direction. `grant` is for whoever opens the file."""
+    """The owner's side: one per connection and direction. `grant`, not empty, is for whoever opens
+    the file."""
 
-    def __init__(self, grant: bytes = b"") -> None:
+    def __init__(self, grant: bytes) -> None:
         self.fd = os.memfd_create("disagg-lease", os.MFD_CLOEXEC)
-        os.pwrite(self.fd, _GRANTED + grant, 0)
+        os.pwrite(self.fd, grant, 0)
 
     def revoke(self) -> None:
         """No batch starts after this; one may still be under way, see `is_free`."""
-        os.pwrite(self.fd, _REVOKED, 0)
+        os.ftruncate(self.fd, 0)
 
     def is_free(self) -> bool:
         """After `revoke`: whether nothing can land any more. Once true, stays true."""
@@ -61,19 +59,19 @@ class HeldLease(OpenFile):
         """What the owner wrote into it. OSError."""
         # Fails for all but memory: reading other regular files (of procfs) may never return.
         fcntl.fcntl(self.fd, fcntl.F_GET_SEALS)
-        return os.pread(self.fd, MAX_GRANT_BYTES, len(_GRANTED))
+        return os.pread(self.fd, MAX_GRANT_BYTES, 0)
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""
         if not _try_lock(self.fd, fcntl.LOCK_SH):
             return False
-        if os.pread(self.fd, 1, 0) == _GRANTED:
+        if os.pread(self.fd, 1, 0):
             return True
         self.end()
         return False
 
     def end(self) -> None:
-        """Unlock. Every byte of the batch is visible before this returns."""
+        """Unlock, as `close` does. Every byte of the batch is visible before this returns."""
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
 

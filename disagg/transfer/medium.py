@@ -3,7 +3,7 @@
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
-                post(), take_ended() ... take_arrivals(), revoke(), is_fenced(), close()
+                post(), take_ended() ... revoke(), is_fenced(), close()
 
 A link takes writes from the front of its `jobs`, in order, and counts each in `num_posted` when it
 can no longer be withdrawn.
@@ -13,9 +13,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -27,8 +26,6 @@ Bytes = npt.NDArray[np.uint8]
 
 #: Counts arrivals of an immediate: `arrived(imm, count)`.
 Arrived = Callable[[int, int], None]
-
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,11 +102,9 @@ class Link(ABC):
         """What the peer's link said by `control.send_note`. Called by `guard`."""
         raise TransferError(f"a note of {len(data)} bytes, which this transport does not know")
 
-    def take_arrivals(self) -> None:  # noqa: B027  (most have nothing to read)
-        """The connection ended: count what the peer wrote before, if there is more to read."""
-
     def revoke(self) -> None:
-        """The connection ended: let nothing new land here, and read no source any more."""
+        """The connection ended: count what the peer wrote before, if there is more to read, let
+        nothing new land here, and read no source any more."""
         self.close()
 
     def is_fenced(self) -> bool:
@@ -146,11 +141,3 @@ class Medium(ABC):
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Give back what is held, after all links. May be called twice."""
-
-
-def decode(data: bytes, kind: type[_Kind], what: str) -> _Kind:
-    """A peer's msgpack. TransferError says `what` is wrong with it."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise TransferError(f"{what}: {error}") from error

@@ -13,7 +13,7 @@ import ctypes
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,20 +26,14 @@ from disagg.transfer import interface
 from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.opening import decode
 
 logger = logging.getLogger(__name__)
 
 #: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
 OPENING_TIMEOUT_SECONDS = 3.0
-
-
-class _Descriptor(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A `MemoryRegion.descriptor`: the engine that registered the region, and which one it is."""
-
-    epoch: int
-    region: int
 
 
 @dataclass(kw_only=True)
@@ -56,19 +50,18 @@ class _Peer:
 
 class QueuedEngine(interface.TransferEngine, Resource):
     """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
-    engines. `clock` counts seconds; it times openings."""
+    engines."""
 
     def __init__(
         self,
         media: Sequence[Medium],
         *,
-        clock: Callable[[], float] = time.monotonic,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
         self._epoch = secrets.randbits(64)
         self._media = media
         names = [medium.name for medium in media]
-        self._control = Control(names, self._epoch, clock, opening_timeout)
+        self._control = Control(names, self._epoch, time.monotonic, opening_timeout)
         self._counter = ImmCounter()
         self._views: list[Bytes] = []
         self._started = False
@@ -85,7 +78,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         view = np.ctypeslib.as_array(buffer)
         for medium in self._media:
             medium.register(memory, view)
-        descriptor = _Descriptor(self._epoch, len(self._views))
+        descriptor = self._epoch, len(self._views)
         self._views.append(view)
         return MemoryRegion(memory=memory, descriptor=msgspec.msgpack.encode(descriptor))
 
@@ -133,10 +126,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         sizes = known.link.region_bytes
         region = _find("destination", dst, known.epoch, len(sizes))
         if not sizes[region]:
-            raise TransferError(
-                "destination: expected writable memory, got a region that the peer registered as a"
-                " source alone. Nothing was written"
-            )
+            raise TransferError("destination: expected writable memory, got a source alone")
         interface.check_offsets("destination", dst_offsets, page_bytes, sizes[region])
         job = Job(
             ticket=self._last_ticket,
@@ -228,7 +218,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
 
     def _on_opened(self, opened: Opened) -> None:
         """Whoever was called chooses among what is offered; the answer offers that alone."""
-        peer, offers = opened.peer, opened.offers
+        peer, offers = opened.peer, opened.opening.offers
         if not self._control.is_open(peer):
             return  # lost in the same poll
         *better, last = (medium for medium in self._media if medium.name in offers)
@@ -238,7 +228,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         known = self._peers[peer]
         for name in known.links.keys() - {chosen.name}:
             known.links.pop(name).close()
-        known.epoch = opened.epoch
+        known.epoch = opened.opening.epoch
         known.link.start(offers[chosen.name])
 
     def _post_next(self) -> None:
@@ -252,7 +242,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
     def _on_lost(self, lost: Lost) -> None:
         links = list(self._peers.pop(lost.peer, _Peer(links={})).links.values())
         for link in links:
-            link.take_arrivals()
             link.revoke()
         self._counter.forget_peer(lost.peer)
         self._open = {t: job for t, job in self._open.items() if job.peer != lost.peer}
@@ -274,10 +263,10 @@ class QueuedEngine(interface.TransferEngine, Resource):
 
 def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:
     """Which of an engine's regions a descriptor names, or TransferError."""
-    named = decode(descriptor, _Descriptor, f"{what}: not a region descriptor")
-    if named.epoch != epoch or not 0 <= named.region < num_regions:
+    owner, region = decode(descriptor, tuple[int, int], f"{what}: not a region descriptor")
+    if owner != epoch or not 0 <= region < num_regions:
         raise TransferError(
             f"{what}: expected a descriptor of a region that this peer registered, got another;"
             " take the one it sent on this connection"
         )
-    return named.region
+    return region

@@ -18,7 +18,6 @@ the copy. One poll copies at most two batches' bytes, or one larger write.
 import fcntl
 import os
 import secrets
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +26,10 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
-from disagg.transfer.interface import Memory, TransferError, check_offsets
+from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
-from disagg.transfer.medium import Bytes, Connection, Link, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Link, Medium
+from disagg.transfer.opening import decode
 from disagg.transfer.page_copy import copy_pages
 
 #: Copied under one lock of the lease: two to four milliseconds. Smaller ones would cost more: the
@@ -37,8 +37,7 @@ from disagg.transfer.page_copy import copy_pages
 BATCH_BYTES = 16 << 20
 #: Tickets that a batch may have, however small they are.
 MAX_RECORDS = 512
-
-_RECORD = struct.Struct("=II")
+TOKEN_BYTES = 16
 
 #: As `copy_pages`.
 Copy = Callable[[Bytes, Bytes, int, Offsets, Offsets], None]
@@ -67,11 +66,7 @@ class ShmMedium(Medium):
             self.own.append(None)
             return
         if memory.fd is None:
-            raise TransferError(
-                "shm needs memory with a file descriptor, got none; allocate it as SharedMemory"
-            )
-        offset, file_bytes = np.array([memory.fd_offset]), os.fstat(memory.fd).st_size
-        check_offsets("memory", offset, memory.nbytes, file_bytes)
+            raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
         self.own.append(Extent(memory.fd, memory.fd_offset, memory.nbytes))
 
     def link(self, connection: Connection) -> Link:
@@ -93,15 +88,11 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     token: bytes
 
 
-class _Grant(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """In the lease: the opening's token, and what may be written to (None: a source alone)."""
-
-    token: bytes
-    regions: list[Extent | None]
-
-
 class ShmLink(Link):
-    """One connection's leases and mapped regions."""
+    """One connection's leases and mapped regions.
+
+    A lease grants: the opening's token, then an `Extent` of each region (None: a source alone).
+    """
 
     def __init__(self, connection: Connection, medium: ShmMedium) -> None:
         super().__init__(connection)
@@ -109,31 +100,25 @@ class ShmLink(Link):
         self._arrived = connection.arrived
         self.regions: list[Bytes] = []
         self.held_lease: HeldLease | None = None
-        token = secrets.token_bytes(16)
-        self.lease = Lease(msgspec.msgpack.encode(_Grant(token, medium.own)))
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self.lease = Lease(token + msgspec.msgpack.encode(medium.own))
         self.info = msgspec.msgpack.encode(_Info(medium.host, os.getpid(), self.lease.fd, token))
 
     def start(self, info: bytes) -> None:
         """Map what the peer grants."""
-        theirs = decode(info, _Info, "malformed opening of shm")
-        if theirs.host != self._medium.host:
+        if not self._medium.fits(info):
             raise TransferError(
                 "shm cannot reach the peer: it is not on the same host or not in the same network"
-                " namespace, or of another user; start both nodes on one, as one user"
+                " namespace, or of another user or with other rights; start both nodes on one, as"
+                " one user, or with --transport tcp"
             )
+        theirs = decode(info, _Info, "malformed opening of shm")
+        # Held open, it stays this process's: another one that gets the number is not seen.
+        folder = os.open(f"/proc/{theirs.pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Held open, it stays this process's: another one that gets the number is not seen.
-            path = f"/proc/{theirs.pid}/fd"
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                self._map(theirs, f"/proc/self/fd/{folder}")
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise TransferError(
-                f"cannot map the memory of the peer's process ({error.strerror}); start both nodes"
-                " with the same rights, or with --transport tcp"
-            ) from error
+            self._map(theirs, f"/proc/self/fd/{folder}")
+        finally:
+            os.close(folder)
         self.control.ready(self.peer)
 
     def post(self) -> None:
@@ -142,18 +127,12 @@ class ShmLink(Link):
         assert lease is not None, "jobs need the peer's regions, which came with its lease"
         if not lease.begin():
             raise TransferError("the peer took its memory back")
-        try:
-            records = self._copy_batch()
-        finally:
-            lease.end()
-        self.control.send_note(self.peer, b"".join(records))
+        records = self._copy_batch()
+        lease.end()
+        self.control.send_note(self.peer, msgspec.msgpack.encode(records))
 
     def take_note(self, data: bytes) -> None:
-        if len(data) % _RECORD.size:
-            raise TransferError(
-                f"malformed note of {len(data)} bytes; expected {_RECORD.size} each"
-            )
-        for imm, count in _RECORD.iter_unpack(data):
+        for imm, count in decode(data, list[tuple[int, int]], "malformed note of shm"):
             self._arrived(imm, count)
 
     def revoke(self) -> None:
@@ -168,9 +147,9 @@ class ShmLink(Link):
         self.revoke()
         self.lease.close()
 
-    def _copy_batch(self) -> list[bytes]:
+    def _copy_batch(self) -> list[tuple[int, int]]:
         """Copy writes from the front of the jobs, at least one; (imm, count) of each job."""
-        records: list[bytes] = []
+        records: list[tuple[int, int]] = []
         budget = BATCH_BYTES
         while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
             job = self.jobs[0]
@@ -180,7 +159,7 @@ class ShmLink(Link):
             self._medium.copy(region, job.source, nbytes, destinations, sources)
             job.num_posted += len(sources)
             budget -= nbytes * len(sources)
-            records.append(_RECORD.pack(job.imm, len(sources)))
+            records.append((job.imm, len(sources)))
             if job.is_posted:
                 self.end(self.jobs.popleft().ticket)
         return records
@@ -191,10 +170,11 @@ class ShmLink(Link):
             raise TransferError(
                 f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}"
             )
-        grant = decode(lease.read_grant(), _Grant, "malformed grant in the peer's lease")
-        if not secrets.compare_digest(grant.token, theirs.token):
+        grant = lease.read_grant()
+        if not secrets.compare_digest(grant[:TOKEN_BYTES], theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
-        self.regions = [_map_region(files, extent) for extent in grant.regions]
+        granted = decode(grant[TOKEN_BYTES:], list[Extent | None], "malformed grant of shm")
+        self.regions = [_map_region(files, extent) for extent in granted]
         self.region_bytes = [region.nbytes for region in self.regions]
 
 

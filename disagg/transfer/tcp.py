@@ -17,14 +17,15 @@ posting, and what is not posted can be withdrawn.
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from disagg.transfer.interface import Memory, Ticket, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Link, Medium, decode
-from disagg.transfer.opening import encode_opening
-from disagg.transfer.tcp_frames import FRAME_BYTES, FrameReader, OutgoingFrame
+from disagg.transfer.medium import Bytes, Connection, Link, Medium
+from disagg.transfer.opening import Opening, decode, encode_opening
+from disagg.transfer.tcp_frames import FRAME_BYTES, Frame, FrameReader, outgoing_frame
 from disagg.transfer.waiter import READABLE, WRITABLE
 from disagg.transfer.wire import Wire, framed
 
@@ -54,40 +55,30 @@ class TcpMedium(Medium):
         return TcpLink(connection, self._regions, self._send)
 
 
-class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """In the opening: the key for the data connection (of who is called), sizes of our regions."""
-
-    key: bytes
-    region_bytes: list[int]
-
-
 class TcpLink(Link):
-    """One connection's data connection."""
+    """One connection's data connection. In the opening stand the key for it (of who is called) and
+    the sizes of our regions."""
 
     def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
         super().__init__(connection)
         key = b"" if self.outgoing else self.control.expect_join(self.peer, self._take)
-        self.info = msgspec.msgpack.encode(_Info(key, [region.nbytes for region in regions]))
+        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in regions]))
         self._reader = FrameReader(regions, connection.arrived)
         self._send = send
-        self._data: socket.socket | None = None
-        self._blocked = False
-        self._frame: OutgoingFrame | None = None
+        self._data: Wire | None = None
+        self._blocked = True  # until there is a connection
+        self._frame: Frame | None = None
 
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
-        theirs = decode(info, _Info, "malformed opening of tcp")
-        self.region_bytes = theirs.region_bytes
+        key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.outgoing:
-            wire = self.control.dial_again(self.peer)
-            wire.unsent += framed(encode_opening(theirs.key))
-            self._data, self._blocked = wire.socket, True
-            greet = partial(self.guard, partial(self._greet, wire))
-            self.control.waiter.watch(wire.socket.fileno(), WRITABLE, lambda _events: greet())
+            self._data = data = self.control.dial_again(self.peer)
+            data.unsent += framed(encode_opening(Opening(0, {}, key)))
+            self._watch(data, blocked=True)
 
     def can_post(self) -> bool:
-        able = self._data is not None and not self._blocked
-        return able and (self._frame is not None or bool(self.jobs))
+        return not self._blocked and (self._frame is not None or bool(self.jobs))
 
     def post(self) -> None:
         """Send about a frame, or what the kernel takes."""
@@ -95,21 +86,20 @@ class TcpLink(Link):
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
             if self._frame is None:
-                self._frame = OutgoingFrame(self.jobs[0])
+                self._frame = outgoing_frame(self.jobs[0])
                 if self.jobs[0].is_posted:
-                    self._frame.ends.append(self.jobs.popleft().ticket)
+                    self.end(self.jobs.popleft().ticket)
             try:
-                sent = self._send(self._data, self._frame.rest())
+                sent = self._send(self._data.socket, self._frame.rest())
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
-            self._frame.advance(sent)
-            if not self._frame.left:
+            self._frame.moved += sent
+            if self._frame.moved < self._frame.end:
+                self._watch(self._data, blocked=True)
+            else:
                 self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
                 self._frame = None
-            elif sent < FRAME_BYTES:
-                self._blocked = True
-                self._watch()
 
     def end(self, ticket: Ticket) -> None:
         if self._frame is not None:
@@ -117,42 +107,39 @@ class TcpLink(Link):
         else:
             super().end(ticket)
 
-    def take_arrivals(self) -> None:
-        self.guard(lambda: self._receive(LAST_BYTES))
+    def revoke(self) -> None:
+        self.guard(partial(self._receive, LAST_BYTES))
+        self.close()
 
     def close(self) -> None:
-        self.control.waiter.close_socket(self._data)
-        self._data = None
+        if self._data is not None:
+            self.control.waiter.close_socket(self._data.socket)
+            self._data = None
 
-    def _greet(self, wire: Wire) -> None:
-        """Connected, or not. The key is short: a new connection takes it at once."""
-        wire.finish_connect()
-        wire.flush()
-        self._take(wire.socket)
-
-    def _take(self, data: socket.socket) -> None:
-        self._data, self._blocked = data, False
-        self._watch()
+    def _take(self, data: Wire) -> None:
+        self._data = data
+        self._watch(data, blocked=False)
         self.control.ready(self.peer)
 
-    def _watch(self) -> None:
-        assert self._data is not None, "watched only while it is there"
-        events = READABLE | (WRITABLE if self._blocked else 0)
-        self.control.waiter.watch(self._data.fileno(), events, self._on_data)
+    def _watch(self, data: Wire, *, blocked: bool) -> None:
+        self._blocked = blocked
+        self.control.waiter.watch(
+            data.socket.fileno(),
+            READABLE | WRITABLE * blocked,
+            lambda events: self.guard(partial(self._on_data, data, events)),
+        )
 
-    def _on_data(self, events: int) -> None:
+    def _on_data(self, data: Wire, events: int) -> None:
+        if not data.connected:  # the key is short: a new connection takes it at once
+            data.finish_connect()
+            data.flush()
+            self.control.ready(self.peer)
         if self._blocked and events & ~READABLE:
-            self._blocked = False
-            self._watch()
+            self._watch(data, blocked=False)
         if events & ~WRITABLE:
-            self.guard(lambda: self._receive(FRAME_BYTES))
+            self._receive(FRAME_BYTES)
 
     def _receive(self, budget: int) -> None:
-        while budget > 0 and self._data is not None:
-            try:
-                nbytes = self._reader.receive(self._data)
-            except BlockingIOError:
-                return
-            if not nbytes:
-                raise OSError("the peer closed the data connection")
-            budget -= nbytes + CALL_BYTES
+        with suppress(BlockingIOError):
+            while budget > 0 and self._data is not None:
+                budget -= self._reader.receive(self._data) + CALL_BYTES

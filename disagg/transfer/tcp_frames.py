@@ -1,20 +1,22 @@
 """Frames of a data connection: writes of one size with one immediate, sent from and into the pages.
 
-| region u32 | imm u32 | writes u32 | bytes a write u64 | offset u64 of each | payloads, in order |
-'-------------------- header, checked ----------------'---- checked ------'- straight to memory -'
+| length u32 | msgpack [region, imm, bytes of a write, offset i64 of each] | payloads, in order |
+'------- a frame of `wire.py`: the head, checked ------------------------'- straight to memory -'
 
 All numbers are little endian. Nothing is copied on the way: the kernel gathers a frame from slices
 of the source region, and scatters it into slices of the destination.
 """
 
-import socket
-import struct
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
-from disagg.transfer.interface import Ticket, TransferError, check_offsets
+from disagg.transfer.interface import MAX_IMM, Ticket, TransferError, check_offsets
 from disagg.transfer.medium import Arrived, Bytes, Job
+from disagg.transfer.opening import decode
+from disagg.transfer.wire import Wire, framed
 
 #: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
 MAX_FRAME_WRITES = 256
@@ -22,51 +24,50 @@ MAX_FRAME_WRITES = 256
 #: tried with `tests/bench/bench_tcp.py`: after each copy of a frame, Python runs on cold caches.
 FRAME_BYTES = 4 << 20
 
-HEADER = struct.Struct("<IIIQ")
+_MAX_HEAD_BYTES = 8 * MAX_FRAME_WRITES + 64
 
 
-class _Pages:
-    """What moves of a frame: a head, slices of a region; `left` bytes are still to move."""
+class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What the payloads are; `offsets` are in the region, of 8 bytes each."""
 
-    def __init__(self, region: Bytes, offsets: Offsets, nbytes: int, head: bytes = b"") -> None:
+    region: Annotated[int, msgspec.Meta(ge=0)]
+    imm: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMM)]
+    write_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    offsets: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8 * MAX_FRAME_WRITES)]
+
+
+class Frame:
+    """What moves of a frame: a head, then slices of a region, until `moved`, which counts from the
+    end of the head, is `end`. `ends`: tickets that end with it."""
+
+    def __init__(
+        self, region: Bytes, offsets: Offsets, write_bytes: int, head: bytes = b""
+    ) -> None:
         # One byte of each page, all at once: the cache and page-table misses that every page
         # starts with overlap here, instead of stopping the kernel's copy once for each page.
         _ = region[offsets]
         view = region.data
-        self._head = memoryview(head)
-        self._pages = [view[offset : offset + nbytes] for offset in offsets.tolist()]
-        self._write_bytes = nbytes
-        self._moved = 0
-        self.left = len(head) + len(offsets) * nbytes
+        self._head, self._write_bytes = memoryview(head), write_bytes
+        self._pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
+        self.moved, self.end = -len(head), len(offsets) * write_bytes
+        self.ends: list[Ticket] = []
 
     def rest(self) -> list[memoryview]:
-        """Buffers to move next, of a huge write the next `FRAME_BYTES`."""
-        first, within = divmod(self._moved, self._write_bytes)
-        pages = self._pages[first:]
-        if pages:
-            pages[0] = pages[0][within : within + FRAME_BYTES]
-        return [self._head, *pages] if self._head else pages
-
-    def advance(self, nbytes: int) -> None:
-        """So much has moved."""
-        of_head = min(nbytes, len(self._head))
-        self._head = self._head[of_head:]
-        self._moved += nbytes - of_head
-        self.left -= nbytes
+        """Buffers to move next."""
+        if self.moved < 0:
+            return [self._head[self.moved :], *self._pages]
+        first, within = divmod(self.moved, self._write_bytes)
+        return [self._pages[first][within:], *self._pages[first + 1 :]]
 
 
-class OutgoingFrame(_Pages):
-    """The next writes of a job, posted by making it. `ends`: tickets that end with it."""
-
-    def __init__(self, job: Job) -> None:
-        count = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // job.write_bytes))
-        some = slice(job.num_posted, job.num_posted + count)
-        sources, destinations = job.source_offsets[some], job.destination_offsets[some]
-        job.num_posted += len(sources)
-        header = HEADER.pack(job.region, job.imm, len(sources), job.write_bytes)
-        head = header + destinations.astype("<u8").tobytes()
-        super().__init__(job.source, sources, job.write_bytes, head)
-        self.ends: list[Ticket] = []
+def outgoing_frame(job: Job) -> Frame:
+    """The next writes of a job, posted by making it."""
+    count = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // job.write_bytes))
+    some = slice(job.num_posted, job.num_posted + count)
+    sources, destinations = job.source_offsets[some], job.destination_offsets[some]
+    job.num_posted += len(sources)
+    head = Head(job.region, job.imm, job.write_bytes, destinations.astype("<i8").tobytes())
+    return Frame(job.source, sources, job.write_bytes, framed(msgspec.msgpack.encode(head)))
 
 
 class FrameReader:
@@ -75,46 +76,35 @@ class FrameReader:
     def __init__(self, regions: list[Bytes], arrived: Arrived) -> None:
         self._regions = regions
         self._arrived = arrived
-        self._head = memoryview(bytearray(HEADER.size + 8 * MAX_FRAME_WRITES))
-        self._head_bytes, self._wanted = 0, HEADER.size
-        self._pages: _Pages | None = None
+        self._frame: Frame | None = None
 
-    def receive(self, data: socket.socket) -> int:
-        """Take what one system call gives; number of bytes, 0 at the end of the stream.
+    def receive(self, data: Wire) -> int:
+        """Take what one system call gives; number of bytes.
 
-        BlockingIOError if there is nothing. TransferError for a frame that is wrong, of which
-        nothing was written; what follows it is not read either (0, as at the end).
+        BlockingIOError if there is nothing. TransferError at the end, and for a frame that is
+        wrong: nothing is written of it, or of what follows.
         """
-        if self._pages is None:
-            nbytes = data.recv_into(self._head[self._head_bytes : self._wanted])
-            self._head_bytes += nbytes
-            if self._head_bytes == self._wanted:
-                self._take_head()
+        if self._frame is None:
+            nbytes = data.read(one_frame=True)
+            if taken := data.take(_MAX_HEAD_BYTES):
+                self._take_head(taken[0])
             return nbytes
-        nbytes = data.recvmsg_into(self._pages.rest())[0]
-        self._pages.advance(nbytes)
-        if not self._pages.left:
-            _, imm, count, _ = HEADER.unpack_from(self._head)
-            self._pages = None
-            self._head_bytes, self._wanted = 0, HEADER.size
-            self._arrived(imm, count)
-        return nbytes
+        nbytes = data.socket.recvmsg_into(self._frame.rest())[0]
+        self._frame.moved += nbytes
+        if self._frame.moved == self._frame.end:
+            self._frame = None
+            self._arrived(*self._arrival)
+        return nbytes or data.read()  # which says that this is the end
 
-    def _take_head(self) -> None:
-        """The header is here, or the offsets behind it too."""
-        region, _, count, write_bytes = HEADER.unpack_from(self._head)
-        regions = len(self._regions)
-        if self._wanted == HEADER.size:
-            fits = count == 1 or count * write_bytes <= FRAME_BYTES
-            if not (1 <= count <= MAX_FRAME_WRITES and write_bytes and fits and region < regions):
-                raise TransferError(
-                    f"a frame of {count} writes of {write_bytes} bytes to region {region}; expected"
-                    f" 1 to {MAX_FRAME_WRITES}, of {FRAME_BYTES} bytes in all, below {regions}"
-                )
-            self._wanted += 8 * count
-            return
-        # Beyond 2**63 they read as negative, and are refused as such.
-        offsets = np.frombuffer(self._head[HEADER.size : self._wanted], dtype="<i8")
-        memory = self._regions[region]
-        check_offsets("destination", offsets, write_bytes, memory.nbytes)
-        self._pages = _Pages(memory, offsets, write_bytes)
+    def _take_head(self, data: bytes) -> None:
+        # They stay away if the head is wrong: what follows may be anything, and would be read as
+        # the next head.
+        regions, self._regions = self._regions, []
+        head = decode(data, Head, "malformed head of a frame")
+        if head.region >= len(regions):
+            raise TransferError(f"a frame for region {head.region} of {len(regions)}")
+        memory, offsets = regions[head.region], np.frombuffer(head.offsets, "<i8")
+        check_offsets("destination", offsets, head.write_bytes, memory.nbytes)
+        self._frame = Frame(memory, offsets, head.write_bytes)
+        self._arrival = head.imm, len(offsets)
+        self._regions = regions

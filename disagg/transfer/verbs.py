@@ -38,7 +38,8 @@ import numpy as np
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, TransferError, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium, decode
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.opening import decode
 from disagg.transfer.verbs_device import Address, End, Nic, base_of
 from disagg.transfer.waiter import READABLE
 

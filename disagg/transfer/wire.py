@@ -15,10 +15,10 @@ from typing import Any
 
 from disagg.transfer.interface import TransferError
 
-#: Connections that wait for our `accept`.
-BACKLOG = 128
 #: Read from one socket at once.
 READ_BYTES = 256 << 10
+#: What a peer that does not read may leave with us before it counts as dead.
+MAX_UNSENT_BYTES = 64 << 20
 
 #: What to do about a connection that does not come up.
 CHECK = "check host and port, and that the node there has said that it listens"
@@ -32,9 +32,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         family, address = resolve(host, port)
         both = family == socket.AF_INET6  # "::" is every address, also of IPv4
-        listener = socket.create_server(
-            address, family=family, backlog=BACKLOG, dualstack_ipv6=both
-        )
+        listener = socket.create_server(address, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise TransferError(
             f"cannot listen on {host}:{port}: {reason_of(error)};"
@@ -76,11 +74,13 @@ def framed(data: bytes, *, note: bool = False) -> bytes:
 
 @dataclass(kw_only=True, eq=False)
 class Wire:
-    """One socket; `address` is the other side's, for people. `connected`: no longer connecting."""
+    """One socket; `address` is the other side's, for people. `connected`: no longer connecting.
+    `opened`: the other side's opening is here, or none is to come."""
 
     socket: socket.socket
     address: str
     connected: bool
+    opened: bool = False
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -99,33 +99,31 @@ class Wire:
         self.connected = True
 
     def flush(self) -> None:
-        """Send what the kernel takes now."""
+        """Send what the kernel takes now. TransferError if too much is left."""
         try:
             while self.connected and self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
         except BlockingIOError:
             pass  # the rest goes when epoll says so
-        except (BrokenPipeError, ConnectionResetError):
-            self.unsent.clear()  # the reader ends it, after what the peer said at last
+        if len(self.unsent) > MAX_UNSENT_BYTES:
+            raise TransferError(f"{self.address} does not read: {len(self.unsent)} bytes wait")
 
-    def read(self, *, one_frame: bool = False) -> bool:
-        """Read once; whether there was something. `one_frame`: nothing beyond the first one."""
+    def read(self, *, one_frame: bool = False) -> int:
+        """Read once; number of bytes. `one_frame`: nothing beyond the first one. BlockingIOError if
+        there is nothing, TransferError at the end."""
         wanted = READ_BYTES
         if one_frame:
             wanted = _LENGTH.size - len(self.received)
             if wanted <= 0:
                 wanted += _LENGTH.unpack_from(self.received)[0] & ~_NOTE
-        try:
-            data = self.socket.recv(wanted)
-        except BlockingIOError:
-            return False
+        data = self.socket.recv(min(wanted, READ_BYTES))
         if not data:
-            hint = f" before its opening; {CHECK}" if one_frame else ""
+            hint = "" if self.opened else f" before its opening; {CHECK}"
             raise TransferError(f"{self.address} closed the connection{hint}")
         self.received += data
-        return True
+        return len(data)
 
-    def take(self, limit: int, *, notes_only: bool) -> tuple[bytes, bool] | None:
+    def take(self, limit: int, *, notes_only: bool = False) -> tuple[bytes, bool] | None:
         """The first frame and whether it is a note, if it is here as a whole. Messages stay if
         `notes_only`, and what is behind them."""
         if len(self.received) < _LENGTH.size:
