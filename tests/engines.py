@@ -24,7 +24,7 @@ from tests.fake_verbs import Fabric
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
 #: How much longer things may take where they are emulated.
-PATIENCE = 4.0 if RDMA_DEVICES else 1.0
+PATIENCE = 12.0 if RDMA_DEVICES else 1.0
 
 
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:

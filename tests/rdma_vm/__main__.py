@@ -16,7 +16,7 @@ import signal
 import sys
 
 from tests.rdma_vm.kernel import CannotBootError
-from tests.rdma_vm.machines import JobFailedError, run
+from tests.rdma_vm.machines import MOST_SECONDS, JobFailedError, run
 
 #: Of a shell, for a command that cannot be run.
 EXIT_CANNOT_RUN = 126
@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rdma_vm", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("machines", choices=["one", "two", "bench"])
-    parser.add_argument("--seconds", type=float, default=600.0, help="most time (600)")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="most time (3600)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     command = arguments.command

@@ -7,9 +7,12 @@
      '- killed, stopped; holds a wrong key, writes outside the region
 
 Every one, but a link that is down for a moment and memory that cannot be locked, ends in `PeerLost`
-with its cause and then `PeerFenced` on each side that is alive, with no byte that was not sent, and
-the same engines can be connected again. This needs such a machine, so pytest does not find it by
-itself: `python -m tests.rdma_vm one python -m pytest THIS_FILE`.
+and then `PeerFenced` on each side that is alive, of which one at least says the cause, with no byte
+that was not sent, and the same engines can be connected again. This needs such a machine, so pytest
+does not find it by itself: `python -m tests.rdma_vm one python -m pytest THIS_FILE`.
+
+Machines are fast, slow or loaded: nothing here may hang on what is done first. `Pair.start` says
+what is under way when a fault comes, and what must fail is posted after it.
 """
 
 import contextlib
@@ -26,17 +29,23 @@ import msgspec
 import numpy as np
 import pytest
 
+from disagg.transfer import verbs_device
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
 from tests.engines import RDMA_DEVICES, verbs_maker
+from tests.rdma_vm.patient import FOR_EVER
 from tests.test_transfer_conformance import KIB, MIB, World, noise
 
-pytestmark = pytest.mark.skipif(len(RDMA_DEVICES) != 2, reason="runs in a machine of rdma_vm")
+pytestmark = [
+    pytest.mark.skipif(len(RDMA_DEVICES) != 2, reason="runs in a machine of rdma_vm"),
+    pytest.mark.timeout(900),
+]
 
 PAGE_BYTES = 4 * KIB
 NUM_PAGES = MIB // PAGE_BYTES
 PAGES = np.arange(NUM_PAGES) * PAGE_BYTES
-#: A NIC that nobody answers gives up after some seconds.
-SECONDS = 60.0
+#: Far more than anything here takes: it bounds what hangs.
+SECONDS = 300.0
+OWNERS_LINK, WRITERS_LINK = "roce0", "roce1"
 
 
 def ip(arguments: str) -> None:
@@ -52,6 +61,16 @@ def bring_up(link: str) -> None:
     here = int(link[-1])
     ip(f"link set {link} up")
     ip(f"route replace 10.99.{1 - here}.1 dev {link} table 5{here}")
+    wait_until_active("rxe0", "rxe1")
+
+
+def wait_until_active(*devices: str) -> None:
+    """The kernel tells a device later that its link has a carrier again."""
+    states = [Path(f"/sys/class/infiniband/{device}/ports/1/state") for device in devices]
+    end = time.monotonic() + SECONDS
+    while not all("ACTIVE" in state.read_text() for state in states):
+        assert time.monotonic() < end, f"links stay down: {devices}"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -60,7 +79,7 @@ def world():
         yield world
 
 
-@pytest.fixture(params=["roce0", "roce1"])
+@pytest.fixture(params=[OWNERS_LINK, WRITERS_LINK])
 def link(request):
     """Up again afterwards, whatever happened."""
     yield request.param
@@ -89,6 +108,21 @@ class Pair:
             self.write(PAGES, PAGES, imm)
         return imm
 
+    def start(self, link):
+        """Write until the link may go: some is through then, and some may be under way. At the
+        writer's own link all is through. What soft-RoCE has sent when its link goes, and hears no
+        answer to, it may forget: that never ends, well or badly."""
+        last = self.post(4)
+        if link == OWNERS_LINK:
+            self.world.run(lambda: last - 3 in self.owner.reached, SECONDS)
+        else:
+            self.world.run(lambda: last in self.owner.reached and not self.open, SECONDS)
+
+    @property
+    def open(self):
+        """Tickets of which some writes are not acknowledged."""
+        return self.writer.engine._open
+
     @property
     def link(self):
         """The writer's. It holds what the owner granted, to be forged."""
@@ -100,18 +134,20 @@ class Pair:
             self.there, self.writer.region, target, PAGE_BYTES, sources, targets, imm
         )
 
-    def must_end(self, why, seconds=SECONDS):
-        """On both sides, for one of these causes at the writer's; and nothing else was written."""
+    def must_end(self, *causes):
+        """On both sides, for one of these causes; and nothing else was written. Whichever side
+        finds it first closes the connection, which may be all that the other one hears."""
         sides = (self.writer, self.there), (self.owner, self.back)
         self.world.run(
-            lambda: all(PeerFenced(peer=peer) in node.events for node, peer in sides), seconds
+            lambda: all(PeerFenced(peer=peer) in node.events for node, peer in sides), SECONDS
         )
+        told = []
         for node, peer in sides:
             (lost,) = (event for event in node.of(PeerLost) if event.peer == peer)
             print(f"lost: {lost.why}")
             assert lost.why
-            if node is self.writer:
-                assert any(part in lost.why for part in why), lost.why
+            told.append(lost.why)
+        assert any(cause in why for cause in causes for why in told), told
         assert only_of(self.owner.bytes, self.writer.bytes)
 
     def must_work(self):
@@ -132,7 +168,7 @@ def test_a_wrong_key(world):
     forged = msgspec.structs.replace(region, rkeys=[key ^ 0xFF00 for key in region.rkeys])
     link.theirs = msgspec.structs.replace(link.theirs, regions=[forged])
     pair.post()
-    pair.must_end(["remote access error"])
+    pair.must_end("remote access error")
     assert not pair.owner.bytes.any()
     pair.connect()
     pair.must_work()
@@ -144,7 +180,7 @@ def test_an_address_outside_the_region(world, beyond):
     pair = Pair(world)
     pair.link.region_bytes = [1 << 40]
     pair.write(PAGES[:1], PAGES[-1:] + beyond, 1)
-    pair.must_end(["remote access error"])
+    pair.must_end("remote access error")
     assert not pair.owner.bytes.any()
     pair.connect()
     pair.must_work()
@@ -152,23 +188,26 @@ def test_an_address_outside_the_region(world, beyond):
 
 def test_a_link_that_goes_down_and_up(world, link):
     pair = Pair(world)
-    imm = pair.post(4) - 3
-    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    pair.start(link)
     take_down(link)
-    pair.post()  # the others may be through
-    pair.must_end(["does not answer", "cannot send"])
+    pair.post()
+    pair.must_end("does not answer" if link == OWNERS_LINK else "cannot send")
     bring_up(link)
     pair.connect()
     pair.must_work()
 
 
-def test_a_link_that_is_down_for_a_moment(world, link):
-    """Is sent again by the NICs, and nobody notices."""
+def test_a_link_that_is_down_for_a_moment(world, link, monkeypatch):
+    """The NIC sends again, and nobody notices. How often it tries is no matter here, since a moment
+    may be long on a slow machine. Without its own link it does not even try."""
+    monkeypatch.setattr(verbs_device, "_RETRIES", FOR_EVER)
     pair = Pair(world)
-    imm = pair.post(4) - 3
-    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    pair.start(link)
     take_down(link)
     imm = pair.post()
+    if link == OWNERS_LINK:
+        world.rounds()
+        assert imm not in pair.owner.reached
     bring_up(link)
     world.run(lambda: imm in pair.owner.reached, SECONDS)
     assert (pair.owner.bytes == pair.writer.bytes).all()
@@ -184,7 +223,7 @@ def test_too_little_lockable_memory():
         "except TransferError as error: print(error)"
     )
     done = subprocess.run(
-        [*limits, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120.0
+        [*limits, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=SECONDS
     )
     print(done.stdout)
     for part in ("cannot register 1048576 bytes", "limit for locked memory is 65536", "ulimit -l"):
@@ -214,7 +253,7 @@ def write_until_lost(world, writer, address, target):
     def told():
         return [event.data for event in writer.of(MessageReceived) if event.peer == peer]
 
-    world.run(lambda: told() or is_over(), 120.0)
+    world.run(lambda: told() or is_over(), SECONDS)
     while not is_over():
         if len(writer.engine._open) < 2:
             imm = int(told()[0])
@@ -238,7 +277,7 @@ class Child:
         """On the next connection, if there was one before; ends in the middle of the writes."""
         self.owner.bytes[:] = 0
         known = len(self.owner.of(MessageReceived))
-        self.world.run(lambda: len(self.owner.of(MessageReceived)) > known, 120.0)
+        self.world.run(lambda: len(self.owner.of(MessageReceived)) > known, SECONDS)
         self.peer, imm = self.owner.of(MessageReceived)[-1].peer, next(self.imms)
         self.owner.engine.expect(self.peer, imm, 3 * NUM_PAGES)
         self.owner.engine.send(self.peer, str(imm).encode())
@@ -249,8 +288,8 @@ class Child:
     def signal(self, number):
         os.kill(self.process.pid, number)
 
-    def must_end(self, seconds):
-        self.world.run(lambda: PeerFenced(peer=self.peer) in self.owner.events, seconds)
+    def must_end(self):
+        self.world.run(lambda: PeerFenced(peer=self.peer) in self.owner.events, SECONDS)
         (lost,) = (event for event in self.owner.of(PeerLost) if event.peer == self.peer)
         print(f"lost: {lost.why}")
         assert lost.why
@@ -268,7 +307,7 @@ def child(world):
 def test_a_writer_that_is_killed(world, child):
     child.must_write()
     child.signal(signal.SIGKILL)
-    child.must_end(20.0)
+    child.must_end()
     Pair(world).must_work()
 
 
@@ -277,7 +316,7 @@ def test_a_writer_that_is_stopped(world, child):
     child.must_write()
     child.signal(signal.SIGSTOP)
     child.owner.engine.close_peer(child.peer, "silent for too long")
-    child.must_end(20.0)
+    child.must_end()
     child.owner.bytes[:] = 0xEE
     end = time.monotonic() + 2.0
     while time.monotonic() < end:
@@ -293,12 +332,13 @@ def test_a_writer_that_is_stopped(world, child):
 def test_a_device_that_is_unplugged(world):
     """The kernel takes rxe1 away when its link leaves. The owner, on the other device, lives."""
     pair = Pair(world)
-    imm = pair.post(4) - 3
-    world.run(lambda: imm in pair.owner.reached, SECONDS)
+    pair.start(WRITERS_LINK)
     ip("netns add elsewhere")
     ip("link set roce1 netns elsewhere")
-    pair.must_end(["cannot send"])
+    pair.post()
+    pair.must_end("cannot send")
     ip("-n elsewhere link set roce1 up")  # without a carrier, rxe0 would be of no use either
+    wait_until_active("rxe0")
     pair.writer.close()
     world.nodes.remove(pair.writer)
     device = Path("/sys/class/infiniband/rxe1")

@@ -88,8 +88,11 @@ def cached_kernel() -> Path:
         with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as name:
             _fetch(Path(name), package, index["SHA256"])
             # Seen under its name only when complete; somebody else's is as good.
-            if not folder.exists():
+            try:
                 (Path(name) / "kernel").rename(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
     return folder
 
 

@@ -33,8 +33,13 @@ QEMU = (
     "-virtfs",
     "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
 )
+#: A kernel whose CPUs have to wait for the host's takes its timer for broken, which ends it, or a
+#: CPU for stuck, which it prints into the middle of a line.
+KERNEL = "console=ttyS0 panic=-1 quiet no_timer_check nowatchdog"
 #: How long the other machine may take to end by itself when one has failed.
 GRACE_SECONDS = 10.0
+#: Many times what a job takes: it bounds what hangs, on a slow or loaded host too.
+MOST_SECONDS = 3600.0
 
 
 class JobFailedError(Exception):
@@ -49,7 +54,7 @@ def run(
     command: Sequence[str],
     *,
     machines: int = 1,
-    seconds: float = 300.0,
+    seconds: float = MOST_SECONDS,
     show: Callable[[str], None] = print,
 ) -> list[str]:
     """Run a command in the root of the checkout on 1 or 2 machines, $NODE being 1 or 2.
@@ -72,7 +77,7 @@ def run(
         cable = [stack.enter_context(end) for end in socket.socketpair()]
         started = []
         for node in range(1, machines + 1):
-            words = f"console=ttyS0 panic=-1 quiet {environment} MACHINES={machines} NODE={node}"
+            words = f"{KERNEL} {environment} MACHINES={machines} NODE={node}"
             link = cable[node - 1].fileno() if machines == 2 else None
             machine = Machine(node, [*boot, "-append", words], link, show)
             started.append(stack.enter_context(contextlib.closing(machine)))

@@ -5,9 +5,9 @@
 #      ends when    <---- port 7401 ----      it has answered
 #
 # usage: split.sh MODEL PROMPT MAX_TOKENS
-flags=(--model "$1" --dtype float32 --transport verbs --verbose)
+flags=(--model "$1" --dtype float32 --transport verbs --peer-timeout 60 --verbose)
 if [[ $NODE == 1 ]]; then
-    python run_prefill.py "${flags[@]}" --listen 10.99.0.1:7400 &
+    python -m tests.rdma_vm.patient run_prefill.py "${flags[@]}" --listen 10.99.0.1:7400 &
     prefiller=$!
     busybox nc -l -p 7401 >/dev/null &
     wait -n
@@ -18,9 +18,9 @@ else
     # Files come slowly here: read them while the prefiller does, which loads meanwhile.
     python -c "import disagg.serve.commands"
     until (exec 3<>/dev/tcp/10.99.0.1/7400) 2>/dev/null; do sleep 1; done
-    python run_decode.py --check 10.99.0.1:7400 --transport verbs || exit
-    python run_decode.py "${flags[@]}" --prefill 10.99.0.1:7400 --on-failure fail \
-        --raw --json --max-tokens "$3" "$2"
+    python -m tests.rdma_vm.patient run_decode.py --check 10.99.0.1:7400 --transport verbs || exit
+    python -m tests.rdma_vm.patient run_decode.py "${flags[@]}" --prefill 10.99.0.1:7400 \
+        --request-timeout 600 --on-failure fail --raw --json --max-tokens "$3" "$2"
     code=$?
     exec 3<>/dev/tcp/10.99.0.1/7401
     exit $code
