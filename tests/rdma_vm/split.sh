@@ -1,5 +1,5 @@
-# On two machines: a prefiller, and a decoder that checks the path to it, answers one prompt and prints
-# that as JSON.
+# On two machines: a prefiller of two ranks, and a decoder of one that checks the path to it, answers
+# one prompt and prints that as JSON.
 #
 #   1: run_prefill.py <== KV over RDMA ==> 2: run_decode.py
 #      ends when    <---- port 7401 ----      it has answered
@@ -7,7 +7,8 @@
 # usage: split.sh MODEL PROMPT MAX_TOKENS
 flags=(--model "$1" --dtype float32 --transport verbs --peer-timeout 60 --verbose)
 if [[ $NODE == 1 ]]; then
-    python -m tests.rdma_vm.patient run_prefill.py "${flags[@]}" --listen 10.99.0.1:7400 &
+    python -m tests.rdma_vm.patient run_prefill.py "${flags[@]}" --tp 2 \
+        --listen 10.99.0.1:7400 &
     prefiller=$!
     busybox nc -l -p 7401 >/dev/null &
     wait -n
