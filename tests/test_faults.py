@@ -419,7 +419,9 @@ def test_what_arrives_is_what_was_computed(model, oracle, starved, kv_layout):
             # Positions 0..12 travel; on the last page the decoder has added position 13.
             count = min(P, 13 - P * page)
             for ours, theirs in zip(
-                nodes.prefiller._kv_caches[0].layers, nodes.decoder._kv_cache.layers, strict=True
+                nodes.prefiller._kv_caches[0].layers,
+                nodes.decoder._kv_caches[0].layers,
+                strict=True,
             ):
                 kv = ours[source].narrow(axis, 0, count)
                 assert kv.abs().min() > 0
