@@ -257,9 +257,6 @@ class FakeTransfer(TransferEngine):
     def lower(self, imm: int, count: int) -> None:
         self.counter.lower(imm, count)
 
-    def forget(self, imm: int) -> None:
-        self.counter.forget(imm)
-
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
         if any(number not in self.tickets for number in tickets):
             return None  # of a lost peer

@@ -42,7 +42,7 @@ def test_an_arrival_before_its_expectation_is_lost(counter):
 @pytest.mark.parametrize("imm", [7, 6, 0, -1, 2**32])
 def test_an_imm_is_never_used_twice(counter, imm):
     counter.expect(PEER, 7, 1)
-    counter.forget(7)
+    counter.forget_peer(PEER)
     with pytest.raises(ValueError, match=f"imm {imm}: expected more than the last one"):
         counter.expect(OTHER, imm, 1)
 
@@ -83,14 +83,6 @@ def test_lower_after_the_end_is_a_no_op_and_more_is_an_error(counter):
     assert counter.take_reached() == [7]
 
 
-def test_forget_drops_what_was_reached_but_not_yet_taken(counter):
-    counter.expect(PEER, 7, 1)
-    counter.count(PEER, 7)
-    counter.forget(7)
-    counter.forget(99)
-    assert counter.take_reached() == []
-
-
 def test_forget_peer_drops_its_imms_alone(counter):
     counter.expect(PEER, 1, 1)
     counter.expect(OTHER, 2, 1)
@@ -104,7 +96,7 @@ def test_forget_peer_drops_its_imms_alone(counter):
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["count", "lower", "forget", "forget_peer"]),
+        st.sampled_from(["count", "lower", "forget_peer"]),
         st.integers(1, 2),
         st.integers(0, 3),
         st.integers(0, 4),
@@ -126,9 +118,6 @@ def test_agrees_with_a_model(counts, actions):
         elif action == "lower" and count <= wanted.get(imm, -1):
             counter.lower(imm, count)
             wanted[imm] = count
-        elif action == "forget":
-            counter.forget(imm)
-            wanted.pop(imm, None)
         elif action == "forget_peer":
             counter.forget_peer(peer)
             wanted = {i: n for i, n in wanted.items() if 1 + i % 2 != peer}

@@ -373,22 +373,6 @@ def test_one_imm_in_both_directions_is_two_things(world):
     world.run(lambda: left.reached == [3])
 
 
-def test_what_arrives_after_forget_is_dropped(world):
-    writer, owner = world.node(), world.node()
-    there, back = world.connect(writer, owner)
-    owner.engine.expect(back, 1, 2)
-    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
-    world.run(lambda: writer.ended)
-    owner.engine.forget(1)
-    owner.engine.forget(77)
-    write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
-    world.run(lambda: len(writer.ended) == 2)
-    world.rounds()
-    assert owner.reached == []
-    with pytest.raises(ValueError, match="imm 1"):
-        owner.engine.expect(back, 1, 1)
-
-
 def test_lower_fires_when_enough_is_there(world):
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)

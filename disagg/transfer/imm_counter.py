@@ -2,7 +2,7 @@
 
     expect(peer, imm, 3) --> waiting --count, count, count--> reached: said once, then forgotten
                                 |---lower(imm, 2)------------> reached as soon as 2 are counted
-                                |---forget(imm), forget_peer-> nothing; arrivals are dropped
+                                |---forget_peer--------------> nothing; arrivals are dropped
 
 Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
 """
@@ -50,11 +50,6 @@ class ImmCounter:
             raise ValueError(f"imm {imm}: can only be lowered; expected 0 to {most}, got {count}")
         expectation.count = count
         self._settle(imm, expectation)
-
-    def forget(self, imm: int) -> None:
-        """Drop what arrived and what will arrive. Unknown: no-op."""
-        self._waiting.pop(imm, None)
-        self.reached = [reached for reached in self.reached if reached != imm]
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""

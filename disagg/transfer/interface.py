@@ -157,9 +157,6 @@ class TransferEngine(Protocol):
     def lower(self, imm: int, count: int) -> None:
         """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there."""
 
-    def forget(self, imm: int) -> None:
-        """Stop counting; later arrivals are dropped. Unknown: no-op."""
-
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
         """Drop the writes of these tickets that were not yet handed to the medium; never waits.
 

@@ -149,9 +149,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
     def lower(self, imm: int, count: int) -> None:
         self._counter.lower(imm, count)
 
-    def forget(self, imm: int) -> None:
-        self._counter.forget(imm)
-
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
         jobs = [self._open[ticket] for ticket in tickets if ticket in self._open]
         if len(jobs) < len(tickets) or not all(self._control.is_open(job.peer) for job in jobs):
