@@ -51,9 +51,8 @@ def test_two_machines_answer_as_transformers_does(tmp_path, capsys) -> None:
     _, decoder = run(job, machines=2)
     answer = json.loads(next(line for line in decoder.splitlines() if line.startswith("{")))
     with capsys.disabled():
-        print(
-            f"\n{answer['token_ids']} from two machines of 2 and 1 ranks over {answer['transfer']['transport']}"
-        )
+        transport = answer["transfer"]["transport"]
+        print(f"\n{answer['token_ids']} from two machines, of 2 ranks and of 1, over {transport}")
         print(f"{expected} from transformers")
     assert answer["token_ids"] == expected
     assert answer["transfer"]["transport"] == "verbs"
