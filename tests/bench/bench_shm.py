@@ -22,14 +22,21 @@ from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerL
 TICKET_BYTES = 8 << 20
 
 
+#: Of each engine, what came and was not asked for yet.
+LEFT = {}
+
+
 def poll_until(engine, kind, count=1):
-    """Poll until `count` events of a kind came; returns them."""
-    found = []
-    while len(found) < count:
+    """Poll until `count` events of a kind came; returns them. What comes beside them is not lost."""
+    left = LEFT.setdefault(engine, [])
+    while len(found := [event for event in left if isinstance(event, kind)][:count]) < count:
         for event in engine.poll(1.0):
             if isinstance(event, PeerLost) and kind is not PeerLost:
                 raise SystemExit(f"the peer was lost: {event.why}")
-            found += [event] if isinstance(event, kind) else []
+            if isinstance(event, MessageReceived | ImmReached | PeerLost):
+                left.append(event)
+    for event in found:
+        left.remove(event)
     return found
 
 
