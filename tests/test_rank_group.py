@@ -28,7 +28,7 @@ from disagg.request import Request, SamplingParams
 from disagg.shared_memory import SharedMemory
 from tests.fake_model import fake_config
 from tests.nodes import Oracle, prompt_of
-from tests.tiny_models import make_tiny_llama
+from tests.tiny_models import loaded, make_tiny_llama
 
 
 class Threads:
@@ -56,11 +56,11 @@ class ThreadRanks(Threads):
         self.caches = [KVCache(config, shape, tp) for _ in range(tp)]
         self.counter, *others = (LayerCounter() for _ in range(tp))
         parts = zip(self.caches, [self.counter, *others], self.groups, strict=True)
-        self._runners = [make_runner(folder, *part) for part in parts]
-        self.increments_per_step = self._runners[0].increments_per_step
+        self.runners = [make_runner(folder, *part) for part in parts]
+        self.increments_per_step = self.runners[0].increments_per_step
 
     def run(self, spans):
-        first, *others = self.everywhere(lambda rank: self._runners[rank].run(spans))
+        first, *others = self.everywhere(lambda rank: self.runners[rank].run(spans))
         assert all(other == first for other in others), "all ranks sample the same"
         return first
 
@@ -181,3 +181,13 @@ def test_tokens_of_ranks_are_those_of_transformers(tmp_path, tp, num_kv_heads, o
             pass
     for prompt, tokens in found.items():
         assert tuple(tokens) == oracle(prompt, 6)
+
+
+def test_logits_are_of_the_vocabulary_alone(tmp_path):
+    """Not of the zeros that fill it up, which would be the largest if all others were below 0."""
+    folder = make_tiny_llama(tmp_path, vocab_size=129)
+    cache = CacheConfig(num_pages=1, dtype="float32")
+    hidden = torch.rand(2, 64)
+    with contextlib.closing(ThreadRanks(folder, cache, 4)) as ranks:
+        for logits in ranks.everywhere(lambda rank: ranks.runners[rank].model.logits(hidden)):
+            torch.testing.assert_close(logits, loaded(folder, "float32").logits(hidden))

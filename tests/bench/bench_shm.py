@@ -27,7 +27,7 @@ LEFT = {}
 
 
 def poll_until(engine, kind, count=1):
-    """Poll until `count` events of a kind came; returns them. What comes beside them is not lost."""
+    """Poll until `count` events of a kind came; returns them, and keeps what comes beside them."""
     left = LEFT.setdefault(engine, [])
     while len(found := [event for event in left if isinstance(event, kind)][:count]) < count:
         for event in engine.poll(1.0):
