@@ -16,11 +16,12 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama family.
+    """Shape of a decoder-only transformer of the Llama and Qwen3 families.
 
     `max_positions` is the longest sequence (prompt and output, tokens) the model may see.
     `rope_parameters` is as in Hugging Face configs: `rope_theta`, and `rope_type` "default", or
-    "llama3" with its four factors. So are the names that are the same there.
+    "llama3" with its four factors. So are the names that are the same there. `qk_norm` says whether
+    each head's q and k are normalized; `moe_layers` have experts in place of one MLP.
     """
 
     vocab_size: int
@@ -37,6 +38,12 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    qk_norm: bool = False
+    moe_layers: tuple[int, ...] = ()
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,9 @@ VARIANTS: dict[str, dict[str, object]] = {
     "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
     "one kv head": {"num_key_value_heads": 1},
     "as many kv heads": {"num_key_value_heads": 4, "rms_norm_eps": 1e-2},
+    "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
+    "qwen3 moe": {"family": "qwen3_moe"},
+    "qwen3 moe, weights not normalized": {"family": "qwen3_moe", "norm_topk_prob": False},
 }
 
 

@@ -80,7 +80,7 @@ def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -
     }
     asked = []
 
-    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def read(name: str, shape: tuple[int, ...], cut: object = None) -> torch.Tensor:
         asked.append((name, shape))
         return stored[name]
 

@@ -18,6 +18,10 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from disagg.model.gqa import LlamaModel
@@ -35,17 +39,37 @@ LLAMA3_ROPE = {
 }
 
 
+#: Configuration and model of each family, and what its tiny model has beside the others.
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+}
+
+
 def make_tiny_llama(
     folder: Path,
     *,
+    family: str = "llama",
     seed: int = 0,
     max_shard_size: str = "1GB",
     dtype: torch.dtype = torch.float32,
     **overrides: object,
 ) -> Path:
-    """Save a random LlamaForCausalLM into `folder` as config.json and safetensors; return `folder`.
+    """Save a random LlamaForCausalLM, or a model of another of `FAMILIES`, into `folder` as
+    config.json and safetensors; return `folder`.
 
-    `overrides` are LlamaConfig fields, for example `tie_word_embeddings=True`,
+    `overrides` are fields of its configuration, for example `tie_word_embeddings=True`,
     `attention_bias=True`, `mlp_bias=True`, `eos_token_id=5`, `num_hidden_layers=2`,
     `rope_parameters=LLAMA3_ROPE`. `max_shard_size="50KB"` saves shards and an index.
     No tokenizer is saved, and there is no end token unless one is given.
@@ -64,10 +88,11 @@ def make_tiny_llama(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    config = LlamaConfig(**(shape | overrides))
+    make_config, make_model, more = FAMILIES[family]
+    config = make_config(**(shape | more | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = make_model(config)
         # Biases and norm weights start constant; random ones show a term that was left out.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

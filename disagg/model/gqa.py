@@ -1,4 +1,4 @@
-"""The Llama family: decoder layers with grouped-query attention over a paged KV cache.
+"""The Llama and Qwen3 families: decoder layers with grouped-query attention over a paged KV cache.
 
     hidden --norm--> qkv --rope--> KV appended to pages, attention --o_proj--> (+) --> on_layer()
        \\______________________________________________________________________/ |
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from disagg.config import ModelConfig
 from disagg.model import layers
 from disagg.model.attention import TorchPagedAttention
+from disagg.model.moe import MixtureOfExperts
 from disagg.model.rank_group import RankGroup
 
 
@@ -29,23 +30,24 @@ class DecoderLayer:
         self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
     ) -> None:
         prefix = f"model.layers.{layer}."
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        hidden, intermediate = config.hidden_size, config.intermediate_size
+        attention, hidden, bias = f"{prefix}self_attn.", config.hidden_size, config.attention_bias
         q_rows = config.num_qo_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        bias, mlp_bias = config.attention_bias, config.mlp_bias
         self.input_norm = _read_norm(config, read, f"{prefix}input_layernorm")
         self.qkv = layers.read_columns(
             read, group, attention, qkv, hidden, bias, unit=config.head_dim
         )
+        #: Of each head of q and of k.
+        self.qk_norms: list[layers.RMSNorm] = [
+            _read_norm(config, read, f"{attention}{name}_norm", config.head_dim)
+            for name in "qk"
+            if config.qk_norm
+        ]
         self.o_proj = layers.read_row(read, group, f"{attention}o_proj", (hidden, q_rows), bias)
         self.post_attention_norm = _read_norm(config, read, f"{prefix}post_attention_layernorm")
-        self.mlp = layers.GatedMLP(
-            gate_up=layers.read_columns(read, group, mlp, gate_up, hidden, mlp_bias),
-            down=layers.read_row(read, group, f"{mlp}down_proj", (hidden, intermediate), mlp_bias),
-        )
+        read_mlp = _read_experts if layer in config.moe_layers else _read_mlp
+        self.mlp = read_mlp(config, read, group, f"{prefix}mlp.")
 
 
 class LlamaModel:
@@ -58,7 +60,7 @@ class LlamaModel:
         self.num_qo_heads = config.num_qo_heads // group.tp
         self._group = group
         vocab_shape = (config.vocab_size, config.hidden_size)
-        self._embedding = group.cut_vocabulary(read("model.embed_tokens.weight", vocab_shape))
+        self._embedding = read("model.embed_tokens.weight", vocab_shape, group.cut_vocabulary)
         self._first_token = group.rank * len(self._embedding)
         self._dtype = layers.compute_dtype(self._embedding.dtype)
         self._layers = [
@@ -67,7 +69,7 @@ class LlamaModel:
         self._norm = _read_norm(config, read, "model.norm")
         head = self._embedding
         if not config.tie_word_embeddings:
-            head = group.cut_vocabulary(read("lm_head.weight", vocab_shape))
+            head = read("lm_head.weight", vocab_shape, group.cut_vocabulary)
         self._head = layers.Linear(head)
         self._frequencies = layers.rope_frequencies(config.head_dim, config.rope_parameters)
 
@@ -93,7 +95,10 @@ class LlamaModel:
         for layer, pages in zip(self._layers, kv_pages, strict=True):
             qkv = layer.qkv(layer.input_norm(hidden)).view(heads_shape)  # [T, heads, head_dim]
             q, kv = qkv[:, : self.num_qo_heads], qkv[:, self.num_qo_heads :]
-            layers.apply_rope(qkv[:, : -(kv.shape[1] // 2)], cos, sin)
+            k = kv[:, : kv.shape[1] // 2]
+            for norm, part in zip(layer.qk_norms, (q, k), strict=False):
+                part.copy_(norm(part))
+            layers.apply_rope(qkv[:, : q.shape[1] + k.shape[1]], cos, sin)
             attention.append(kv, pages)
             hidden = hidden + sum_of(layer.o_proj(attention.run(q, pages).flatten(1)))
             on_layer()
@@ -114,5 +119,47 @@ class LlamaModel:
         return self._group.sum(found.masked_fill_(~is_here[:, None], 0.0))
 
 
-def _read_norm(config: ModelConfig, read: layers.ReadTensor, name: str) -> layers.RMSNorm:
-    return layers.RMSNorm(read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
+def _read_norm(
+    config: ModelConfig, read: layers.ReadTensor, name: str, size: int | None = None
+) -> layers.RMSNorm:
+    weight = read(f"{name}.weight", (size or config.hidden_size,))
+    return layers.RMSNorm(weight, config.rms_norm_eps)
+
+
+def _read_mlp(
+    config: ModelConfig,
+    read: layers.ReadTensor,
+    group: RankGroup,
+    prefix: str,
+    size: int | None = None,
+) -> layers.GatedMLP:
+    hidden, size, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias
+    gate_up = {"gate_proj": size, "up_proj": size}
+    return layers.GatedMLP(
+        gate_up=layers.read_columns(read, group, prefix, gate_up, hidden, bias),
+        down=layers.read_row(read, group, f"{prefix}down_proj", (hidden, size), bias),
+    )
+
+
+def _read_experts(
+    config: ModelConfig, read: layers.ReadTensor, group: RankGroup, prefix: str
+) -> MixtureOfExperts:
+    """Whole experts: a rank has some of them, and of the others nothing but their names."""
+    hidden, size = config.hidden_size, config.moe_intermediate_size
+    router = read(f"{prefix}gate.weight", (config.num_experts, hidden))
+    mine = group.cut(torch.arange(config.num_experts), 0).tolist()
+    experts = {}
+    for number in range(config.num_experts):
+        expert = f"{prefix}experts.{number}."
+        if number in mine:
+            experts[number] = _read_mlp(config, read, RankGroup(), expert, size)
+        else:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shape = (hidden, size) if name == "down_proj" else (size, hidden)
+                read(f"{expert}{name}.weight", shape, lambda weight: weight[:0])
+    return MixtureOfExperts(
+        router=layers.Linear(router),
+        experts=experts,
+        num_chosen=config.num_experts_per_tok,
+        normalize=config.norm_topk_prob,
+    )

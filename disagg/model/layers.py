@@ -8,8 +8,9 @@ embedding. How they are put together is `gqa.py`; where tensors come from is `we
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +24,15 @@ from disagg.model.rank_group import RankGroup
 PACKED_FOR = 16
 
 
+Cut = Callable[[Tensor], Tensor]
+
+
 class ReadTensor(Protocol):
     """Reads a checkpoint's tensor by its Hugging Face name, in the dtype the model runs in."""
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor; ValueError if it is missing or not of that shape."""
+    def __call__(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        """The tensor, or what `cut` makes of it: no more than that is read and converted.
+        ValueError if it is missing or not of that shape."""
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
@@ -130,11 +135,11 @@ def read_columns(
 
     A fused map reads its input once and is one kernel call instead of several.
     """
-    weights, biases = [], []
+    weights, biases, cut = [], [], partial(group.cut, axis=0, unit=unit)
     for name, rows in out_features.items():
-        weights.append(group.cut(read(f"{prefix}{name}.weight", (rows, in_features)), 0, unit))
+        weights.append(read(f"{prefix}{name}.weight", (rows, in_features), cut))
         if bias:
-            biases.append(group.cut(read(f"{prefix}{name}.bias", (rows,)), 0, unit))
+            biases.append(read(f"{prefix}{name}.bias", (rows,), cut))
     return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
@@ -144,7 +149,7 @@ def read_row(
     """This rank's inputs of a matrix `[out_features, in_features]`. What it maps to is a part of a
     sum over all ranks, to which rank 0 adds the bias."""
     added = read(f"{name}.bias", shape[:1]) if bias else None
-    weight = group.cut(read(f"{name}.weight", shape), 1)
+    weight = read(f"{name}.weight", shape, partial(group.cut, axis=1))
     return Linear(weight, added if group.rank == 0 else None)
 
 

@@ -42,7 +42,7 @@ def block_bytes(tp: int) -> int:
 
 def check_shares(model: ModelConfig, tp: int) -> None:
     """ValueError, one line, if `tp` ranks cannot share this model."""
-    for name in ("num_qo_heads", "intermediate_size"):
+    for name in ("num_qo_heads", "intermediate_size", "num_experts"):
         size = getattr(model, name)
         if size % tp:
             raise ValueError(

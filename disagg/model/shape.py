@@ -7,12 +7,23 @@ refused by name. Tensors are `weights.py`.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from disagg.config import ModelConfig
 from disagg.model.weights import read_json
+
+#: What is computed here: `model_type` and architecture in config.json.
+FAMILIES = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }
+)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -39,15 +50,25 @@ def read_config(folder: Path) -> ModelConfig:
         "num_kv_heads": config.num_key_value_heads,
         "max_positions": config.max_position_embeddings,
         "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
+        "qk_norm": config.model_type != "llama",
+        "moe_layers": tuple(_moe_layers(config)),
     }
     return ModelConfig(**shape)
+
+
+def _moe_layers(config: PreTrainedConfig) -> Iterator[int]:
+    if config.model_type == "qwen3_moe":
+        for layer in range(config.num_hidden_layers):
+            is_dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
+            if not is_dense and config.num_experts:
+                yield layer
 
 
 def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError if the config asks for something that would silently be left out."""
     supported: dict[str, tuple[object, ...]] = {
-        "architectures": (["LlamaForCausalLM"],),
-        "model_type": ("llama",),
+        "architectures": tuple([name] for name in FAMILIES.values()),
+        "model_type": tuple(FAMILIES),
         "hidden_act": ("silu",),
         "quantization_config": (None,),
         "sliding_window": (None,),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from disagg.config import ModelConfig
 from disagg.model.gqa import LlamaModel
+from disagg.model.layers import Cut
 from disagg.model.rank_group import RankGroup
 
 #: dtypes of stored weights that `Checkpoint.read` converts.
@@ -79,8 +80,8 @@ class Checkpoint:
                 raise ValueError(f"{path} is missing, damaged or half copied: {error}") from error
         self._unread = set(self.stored)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor in the checkpoint's dtype (see `layers.ReadTensor`)."""
+    def read(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+        """A tensor, or a part of it, in the checkpoint's dtype (see `layers.ReadTensor`)."""
         if name not in self.stored:
             raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
         tensor = self.stored[name]
@@ -90,7 +91,7 @@ class Checkpoint:
                 f" one of {STORED_DTYPES}, got {list(tensor.shape)} in {tensor.dtype}"
             )
         self._unread.discard(name)
-        return tensor.to(self._dtype)
+        return (cut(tensor) if cut else tensor).to(self._dtype)
 
     def refuse_unread(self, *, tied: bool) -> None:
         """ValueError if a tensor was never read: the checkpoint is not quite this architecture."""
