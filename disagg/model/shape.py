@@ -9,21 +9,15 @@ refused by name. Tensors are `weights.py`.
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from disagg.config import ModelConfig
 from disagg.model.weights import read_json
 
-#: What is computed here: `model_type` and architecture in config.json.
-FAMILIES = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-    }
-)
+#: What is computed here, as config.json has it under "model_type" and under "architectures".
+MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -67,8 +61,8 @@ def _moe_layers(config: PreTrainedConfig) -> Iterator[int]:
 def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError if the config asks for something that would silently be left out."""
     supported: dict[str, tuple[object, ...]] = {
-        "architectures": tuple([name] for name in FAMILIES.values()),
-        "model_type": tuple(FAMILIES),
+        "architectures": tuple([name] for name in ARCHITECTURES),
+        "model_type": MODEL_TYPES,
         "hidden_act": ("silu",),
         "quantization_config": (None,),
         "sliding_window": (None,),

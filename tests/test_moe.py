@@ -1,0 +1,92 @@
+"""Experts against the definition: token by token, each chosen expert by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from disagg.model.layers import GatedMLP, Linear
+from disagg.model.moe import MixtureOfExperts
+from disagg.model.rank_group import check_shares
+from disagg.model.shape import read_config
+from tests.tiny_models import loaded, make_tiny_llama
+
+HIDDEN, SIZE, NUM_EXPERTS, NUM_CHOSEN = 12, 6, 5, 2
+
+
+class Weights:
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.router = draw(NUM_EXPERTS, HIDDEN)
+        self.gate_up = draw(NUM_EXPERTS, 2 * SIZE, HIDDEN)
+        self.down = draw(NUM_EXPERTS, HIDDEN, SIZE)
+
+    def mixture(self, numbers: range, normalize: bool) -> MixtureOfExperts:
+        experts = {
+            n: GatedMLP(gate_up=Linear(self.gate_up[n]), down=Linear(self.down[n])) for n in numbers
+        }
+        return MixtureOfExperts(
+            router=Linear(self.router), experts=experts, num_chosen=NUM_CHOSEN, normalize=normalize
+        )
+
+    def one(self, x: torch.Tensor, normalize: bool) -> torch.Tensor:
+        """Of one token."""
+        probabilities = (self.router @ x).softmax(0)
+        chosen = probabilities.argsort(descending=True)[:NUM_CHOSEN].tolist()
+        total = sum(probabilities[n] for n in chosen) if normalize else 1.0
+        output = torch.zeros(HIDDEN)
+        for n in chosen:
+            gate, up = (self.gate_up[n] @ x).chunk(2)
+            output += probabilities[n] / total * (self.down[n] @ (gate.sigmoid() * gate * up))
+        return output
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 33])
+def test_each_token_goes_through_its_experts(num_tokens, normalize):
+    weights = Weights()
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
+    expected = torch.stack([weights.one(row, normalize) for row in x])
+    whole = weights.mixture(range(NUM_EXPERTS), normalize)
+    torch.testing.assert_close(whole(x), expected)
+    parts = [weights.mixture(part, normalize)(x) for part in (range(2), range(2, NUM_EXPERTS))]
+    torch.testing.assert_close(sum(parts), expected)
+
+
+def test_a_rank_without_a_chosen_expert_adds_nothing():
+    nobody = Weights().mixture(range(0), normalize=True)
+    assert not nobody(torch.randn(3, HIDDEN)).any()
+
+
+def test_which_layers_have_experts(tmp_path):
+    options = {"num_hidden_layers": 6, "mlp_only_layers": [3], "decoder_sparse_step": 2}
+    folder = make_tiny_llama(tmp_path, family="qwen3_moe", **options)
+    assert read_config(folder).moe_layers == (1, 5)
+    loaded(folder, "float32")
+
+
+@pytest.mark.parametrize("surplus", [False, True])
+def test_missing_and_surplus_experts_are_refused_by_name(tmp_path, surplus):
+    folder = make_tiny_llama(tmp_path, family="qwen3_moe")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.experts.{}.up_proj.weight"
+    if surplus:
+        tensors[name.format(8)] = tensors[name.format(7)].clone()
+    else:
+        del tensors[name.format(7)]
+    path.unlink()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name.format(8 if surplus else 7)):
+        loaded(folder, "float32")
+
+
+def test_ranks_share_whole_experts(tmp_path):
+    folder = make_tiny_llama(tmp_path, family="qwen3_moe", num_experts=7)
+    with pytest.raises(ValueError, match="num_experts 7 of the model cannot be shared by 2 ranks"):
+        check_shares(read_config(folder), 2)
