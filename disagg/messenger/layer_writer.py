@@ -205,7 +205,8 @@ class LayerWriter:
             self.stop(attempt, "the connection is lost")
 
     def stop(self, attempt: Attempt, why: str) -> None:
-        """Post nothing more and say how many writes were posted: the decoder counts them. Once."""
+        """Post nothing more and say how many writes were posted: the decoder counts them. If it was
+        stopped before, say nothing."""
         if not attempt.is_stopped:
             attempt.is_stopped = True
             self._post(StopPrefill(job=attempt.job))

@@ -69,8 +69,8 @@ class Depths:
 
 
 class Region(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Memory that a peer may write to: its address for a NIC, its size, the rkey of each of our NICs.
-    Memory that is not granted has no bytes and no keys."""
+    """Memory that a peer may write to: its address for a NIC, its size, and the rkey of each NIC of
+    ours. Memory that is not granted has no bytes and no keys."""
 
     address: _Count
     nbytes: _Count
