@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks(Resource):
-    """A process for each of `caches`, which computes in that memory; made when all have loaded.
+    """A process for each of `caches`, which computes in that memory; once made, all have loaded.
 
     `folder` is the model's. `counter` and `increments_per_step` are as those of a `Runner`. Rank
     0's forward passes are in the `trace`. What a rank raises while it loads is raised here;

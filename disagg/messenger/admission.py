@@ -44,7 +44,7 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | Non
 def check_request(
     request: messages.PrefillRequest, *, layout: KVLayout, theirs: Hello, slices: Sequence[Slice]
 ) -> None:
-    """ValueError for a request whose writes would go to a wrong place or be another number than the
+    """ValueError for a request whose writes would go to a wrong place, or be more or fewer than the
     decoder counts. `layout` is ours, `theirs` the decoder's Hello, `slices` any replica set."""
     pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
     num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank holds a share of every matrix, and sums and joins make one model.
 
-    column-parallel   rank r has some of a map's outputs     qkv, gate and up; next is row-parallel
+    column-parallel   rank r has some of a map's outputs     qkv, gate and up: row-parallel next
     row-parallel      rank r has some of a map's inputs      o_proj, down: parts of a sum
     vocabulary        rank r has some of the tokens          embedding: summed, logits: joined
 
@@ -59,7 +59,7 @@ class RankGroup:
 
     All ranks make the same calls in the same order. `block` is zeroed memory of `block_bytes(tp)`
     that all of them map. A part that is too large for it goes through the default process group of
-    torch.distributed, which `meet` makes. TimeoutError from a sum or join if another rank hangs.
+    torch.distributed, which `meet` makes. A sum or join raises TimeoutError if another rank hangs.
     """
 
     def __init__(self, rank: int = 0, tp: int = 1, block: SharedMemory | None = None) -> None:

@@ -196,7 +196,7 @@ class VerbsLink(Link):
     # Completions come in.
 
     def take_ended(self) -> list[WritesDone]:
-        """See `Link`: jobs whose writes are all posted and have completed."""
+        """See `Link`: of jobs that are posted or withdrawn, those that have no chain under way."""
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
         under_way = {job.ticket for lane in self._lanes for _, job in lane.chains}
