@@ -4,10 +4,10 @@
        \\________________________________________________________________________/    |
                                             next layer <- (+) <- sum <- MLP <- norm -+
 
-`sum` adds up what the ranks have (`rank_group.py`); with one rank it changes nothing. `on_layer()` is the
-tick of the layer counter: a page of this layer may leave the node right after it. So it comes after
-the first sum, to which each rank adds its part when it has appended its KV. What is in a batch and
-where its pages lie is known to the planned `TorchPagedAttention` alone.
+`sum` adds up what the ranks have (`rank_group.py`); with one rank it changes nothing. `on_layer()`
+is the tick of the layer counter: a page of this layer may leave the node right after it. So it
+comes after the first sum, to which each rank adds its part when it has appended its KV. What is in
+a batch and where its pages lie is known to the planned `TorchPagedAttention` alone.
 """
 
 from collections.abc import Callable, Sequence
