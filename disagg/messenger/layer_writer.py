@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A greeted peer: where a rank's pages lie, how ours map onto them, its attempts by id."""
+    """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
+    written into theirs (`plan`), its attempts by id."""
 
     peer: Peer
     hello: Hello
