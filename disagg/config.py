@@ -1,6 +1,6 @@
 """What is fixed when a node starts: the model's shape, its cache, the limits of a step, its clocks.
 
-Pure data. Reading and checking a checkpoint's `config.json` is `model/weights.py`, command lines
+Pure data. Reading and checking a checkpoint's `config.json` is `model/shape.py`, command lines
 `serve/options.py`.
 """
 
@@ -48,7 +48,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache of one node, and the tail slots beside it (`kv_layout.TailLayout`).
+    """The paged KV cache of one node, and the tail slots beside it (`kv_layout.TailLayout`). Of
+    several ranks, each has its heads' part of every page.
 
     `dtype` is one of `ITEMSIZE`; the numbers are at least 1.
     """

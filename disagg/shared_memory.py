@@ -35,7 +35,7 @@ class SharedMemory(Descriptor):
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.buffer, dtype=np.uint8)
 
     def __getstate__(self) -> tuple[int, int]:
-        """For a child process that inherits the descriptor."""
+        """Pickled for a child process that inherits the descriptor, it is the same memory there."""
         return self.nbytes, self.fd
 
     def __setstate__(self, state: tuple[int, int]) -> None:

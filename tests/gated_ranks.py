@@ -3,7 +3,8 @@
     test   <-- file "held" ---    rank RANK: before it stores its KV of layer LAYER
            --- file "go" ----->
 
-`gated(monkeypatch, folder, rank, layer)` makes all ranks started after it such ones.
+After `gated(monkeypatch, folder, rank, layer)`, every rank of that number that is started stops
+there, until the gate is opened.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Threads:
 
 
 class ThreadRanks(Threads):
-    """To an engine, a runner."""
+    """All ranks at once, in the place of an engine's runner."""
 
     def __init__(self, folder, config: CacheConfig, tp: int) -> None:
         super().__init__(tp)
@@ -86,7 +86,7 @@ def test_sums_and_joins_of_any_shapes_in_turn(tp, shapes, seed):
 
 
 def test_who_is_slow_reads_what_was_there_in_its_turn():
-    """The fast one may be a turn ahead, and no further."""
+    """The fast rank may be one turn ahead of the slow one, and no further."""
     with contextlib.closing(Threads(2)) as threads:
         rng = random.Random(0)
 

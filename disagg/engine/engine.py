@@ -40,7 +40,8 @@ HOPELESS = (
 
 class Engine:
     """See the module. A prefiller's engine has `prefill_hooks`, a decoder's `decode_hooks` (it then
-    fetches every prompt's KV), an undivided one neither."""
+    fetches every prompt's KV), an undivided one neither. `runner` computes the steps: here, or in
+    the processes of several ranks."""
 
     def __init__(
         self,

@@ -23,13 +23,13 @@ from disagg.shared_memory import SharedMemory
 
 
 class KVCache(Resource):
-    """All KV pages and tail slots of one of `tp` ranks, zeroed.
+    """All KV pages and tail slots of one of `tp` ranks; zeroed, unless in memory that is `shared`.
 
     `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
     `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
     `tail_hidden` is a view of the hidden state of every slot, `[num_tail_slots, hidden_size]` in
     `config.dtype`; `tail_forward_end_ns` of that word of every slot: uint64 `[num_tail_slots]`.
-    Pickled for a child process that inherits both descriptors, it has the same memory there.
+    Pickled, and unpickled in a child process that inherits both descriptors, it is the same memory.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class KVCache(Resource):
 class LayerCounter(SharedMemory):
     """Layers and step ends this node has ever finished: one 64-bit word that only grows.
 
-    One thread adds; anybody reads, also another process that maps it. A reader that sees a
-    value sees the KV bytes stored before it: both sides are plain aligned stores and loads, which
-    x86 keeps in order.
+    One thread adds (with several ranks, in the process of rank 0); anybody reads, also another
+    process that maps it. A reader that sees a value sees the KV bytes stored before it: both sides
+    are plain aligned stores and loads, which x86 keeps in order.
     """
 
     def __init__(self) -> None:

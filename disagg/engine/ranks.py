@@ -3,13 +3,13 @@
     node process                            rank 0                      rank 1
     Ranks.run(spans) --pipe: spans--------> Runner.run <--- sums ----> Runner.run <--- spans
           ^----------pipe: sampled tokens---'  |                           |
-    memory of the node process:             counter, KV, tails          KV
+    memory of the node process:             counter, KV, tails          KV (tails: not sent)
     made here, mapped by descriptor there
 
 To the engine all ranks together are one `Runner`. Rank 0 alone adds to the node's layer counter:
-after a layer's first sum, in which each rank takes part once its KV of that layer is stored. A rank
-that fails says why and ends; one that ends takes the node down. Without a node, ranks end by
-themselves.
+after the sum that ends a layer's attention, and each rank adds its part to that sum when its KV of
+the layer is stored. A rank that fails sends the exception and ends; one that ends takes the node
+down. Where the node's process dies, the pipes close, and the ranks end.
 """
 
 import logging
@@ -39,13 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks(Resource):
-    """Starts a process for each of `caches` and gives it that memory; `run` once all have loaded.
+    """A process for each of `caches`, which computes in that memory; once made, all have loaded.
 
-    `folder` is the model's. What a rank raises while it loads is raised here. Rank 0's forward
-    passes are in the `trace`.
+    `folder` is the model's. `counter` and `increments_per_step` are as those of a `Runner`. Rank
+    0's forward passes are in the `trace`. What a rank raises while it loads is raised here;
+    RuntimeError if its process ends.
     """
 
-    #: What a rank's process runs; it gets the number of its pipe's descriptor.
+    #: What a rank's process runs; its argument is the descriptor of its pipe.
     program = "import sys; from disagg.engine.ranks import serve; serve(int(sys.argv[1]))"
 
     def __init__(
@@ -76,7 +77,7 @@ class Ranks(Resource):
             os.close(meeting)
 
     def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """As `Runner.run`. RuntimeError if a rank has ended."""
+        """As `Runner.run`. RuntimeError if a rank has ended; also raises what a rank raised."""
         data = ForkingPickler.dumps(spans)
         with suppress(BrokenPipeError):  # its end is heard of below
             for pipe in self._pipes:
@@ -87,18 +88,19 @@ class Ranks(Resource):
         return sampled
 
     def watch(self) -> None:
-        """Until `close`; RuntimeError if a rank is killed before, also while there is no step."""
+        """Wait until a rank ends. RuntimeError if it was killed and not by `close`: so that is
+        noticed between two steps, too."""
         ends = [os.pidfd_open(process.pid) for process in self._processes]
         wait(ends)
         for fd in ends:
             os.close(fd)
         for process in self._processes:
-            # One that fails says why where `run` hears it.
+            # One that failed has sent the reason, which `run` raises.
             if self._pipes and (process.poll() or 0) < 0:
                 raise RuntimeError(self._end_of(process))
 
     def close(self) -> None:
-        """End all processes, whatever they do. May be called twice."""
+        """Kill all processes, whatever they are doing. May be called twice."""
         while self._pipes:
             self._pipes.pop().close()
         for process in self._processes:
@@ -121,7 +123,8 @@ class Ranks(Resource):
         theirs.close()
 
     def _hear(self, speakers: Collection[Connection]) -> object:
-        """Wait for a word of each of them, and return rank 0's. Others speak when they fail."""
+        """Wait for a message of each of the `speakers`, and return rank 0's; a rank that is none of
+        them sends only why it fails. Raises that, and RuntimeError if a rank has ended."""
         words: dict[Connection, object] = {}
         while len(words) < len(speakers):
             for pipe in wait(self._pipes):
@@ -145,7 +148,7 @@ class Ranks(Resource):
 
 
 def serve(fd: int) -> None:
-    """Load, then compute what comes through the pipe `fd`, until it ends."""
+    """Load, then compute the spans that come through the pipe `fd`, until the node closes it."""
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError):
         try:
             _serve(pipe)
@@ -160,7 +163,7 @@ def _serve(pipe: Connection) -> None:
     group = RankGroup(rank, tp, block)
     group.meet(meeting)
     trace = Trace(on=traced and rank == 0)
-    # Who follows counts for nobody.
+    # Nobody reads what the other ranks count.
     runner = make_runner(folder, cache, counter if rank == 0 else LayerCounter(), group, trace)
     pipe.send(runner.increments_per_step)
     while True:

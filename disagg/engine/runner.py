@@ -34,8 +34,8 @@ def make_runner(
     group: RankGroup | None = None,
     trace: Trace | None = None,
 ) -> "Runner":
-    """The model in `folder`, loaded in the dtype of the cache, on that memory; one rank's share of
-    both if it is one of a `group`. ValueError as `load_model`."""
+    """The model in `folder`, loaded in the dtype of the cache, to compute in that memory; with a
+    `group`, this rank's share of the model. ValueError as `load_model`."""
     model = load_model(folder, kv_cache.model, kv_cache.dtype, group)
     attention = TorchPagedAttention(
         kv_cache.layout, num_qo_heads=model.num_qo_heads, dtype=getattr(torch, kv_cache.dtype)
@@ -44,7 +44,8 @@ def make_runner(
 
 
 class Runner:
-    """One model, its KV cache and its counter; used by the engine thread alone."""
+    """One model, its KV cache and its counter; used by one thread alone, the engine's or, where the
+    model is one rank's share, that of the rank's process."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """Compute all spans; return the tokens sampled after some of them, by their places."""
+        """Compute all spans; return the tokens sampled after some, by the span's index."""
         self._trace.lap("forward")
         rows = [range(s.first_token, s.first_token + len(s.token_ids)) for s in spans]
         self.attention.plan(rows, [span.page_indices for span in spans])

@@ -17,7 +17,8 @@ MAX_PROBE_PAGES = 65536
 
 
 def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | None:
-    """Why this pair cannot work, or None. The text is for people on both sides."""
+    """Why this pair cannot work, or None. `accepts` are roles of `theirs` that fit. The text is for
+    people on both sides."""
     if theirs.role not in accepts:
         return f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
     if theirs.role == Role.PROBE:
@@ -43,7 +44,8 @@ def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | Non
 def check_request(
     request: messages.PrefillRequest, *, layout: KVLayout, theirs: Hello, slices: Sequence[Slice]
 ) -> None:
-    """ValueError for a request that would write a wrong place or number, as said in Hello."""
+    """ValueError for a request whose writes would go to a wrong place, or be more or fewer than the
+    decoder counts. `layout` is ours, `theirs` the decoder's Hello, `slices` any replica set."""
     pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
     num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)
     count = expected_count(slices, layout.num_layers, num_pages)
@@ -60,7 +62,8 @@ def check_request(
 
 
 def check_probe(probe: messages.ProbeRequest, scratch_bytes: int) -> None:
-    """TransferError if a probe's request is not served. Its region's end is the engine's to see."""
+    """TransferError if a probe's request is not served. Whether the writes stay within the probe's
+    region is checked by the transfer engine."""
     if not (0 < probe.page_bytes <= scratch_bytes and 0 < probe.num_pages <= MAX_PROBE_PAGES):
         raise TransferError(
             f"expected 1 to {MAX_PROBE_PAGES} pages of 1 to {scratch_bytes} bytes,"

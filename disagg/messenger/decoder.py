@@ -8,7 +8,7 @@
 
     WAITING --a prefiller is ready--> REQUESTED
     WAITING --cancelled, or none is ready in time--> GONE
-    REQUESTED --count reached--> GONE (KVReady)
+    REQUESTED --count reached--> GONE (KVReady; KVFailed if the tail is not ours)
     REQUESTED --PrefillStopped tells `posted`--> DRAINING;  --cancelled, too old--> CANCELLING
     CANCELLING --PrefillStopped tells `posted`--> DRAINING;  --whole count reached--> GONE
     DRAINING --as much as was posted has arrived--> GONE
@@ -48,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 
 class AttemptState(enum.IntEnum):
-    """How far an attempt has come on the decoder: it only goes forward, perhaps by a leap."""
+    """How far an attempt has come on the decoder: it only goes forward, and may leave out some."""
 
-    WAITING = 0  # for a prefiller to be connected
+    WAITING = 0  # for a prefiller that is ready
     REQUESTED = 1  # counting towards the whole
     CANCELLING = 2  # Cancel is sent; what was posted is not known yet
     DRAINING = 3  # counting towards what was posted
@@ -106,7 +106,7 @@ class DecoderMessenger(Messenger):
     # --- The loop ---
 
     def poll(self, timeout: float) -> None:
-        """One look at everything: connections, the engine's wishes, transfer events, the clocks."""
+        """One look at everything: connections, transfer events, the engine's wishes, the clocks."""
         for peer in self._prefillers.connect_due():
             self._silence[peer] = 0.0
             self._send(peer, self._hello)
@@ -145,7 +145,7 @@ class DecoderMessenger(Messenger):
             self._cancel(attempt)
 
     def _request(self, attempt: Attempt) -> None:
-        """Send an attempt to a prefiller, or see why that cannot be."""
+        """Send an attempt to a prefiller. If there is none, let it wait, or end it and say why."""
         fetch = attempt.fetch
         load = Counter(other.peer for other in self._attempts.values())
         chosen = self._prefillers.choose(len(fetch.page_indices), load)

@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A greeted peer: where a rank's pages lie, how ours map onto them, its attempts by id."""
+    """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
+    written into theirs (`plan`), its attempts by id."""
 
     peer: Peer
     hello: Hello
@@ -205,7 +206,8 @@ class LayerWriter:
             self.stop(attempt, "the connection is lost")
 
     def stop(self, attempt: Attempt, why: str) -> None:
-        """Post nothing more and say how many writes were posted: the decoder counts them. Once."""
+        """Post nothing more and say how many writes were posted: the decoder counts them. If it was
+        stopped before, say nothing."""
         if not attempt.is_stopped:
             attempt.is_stopped = True
             self._post(StopPrefill(job=attempt.job))

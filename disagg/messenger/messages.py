@@ -63,9 +63,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """First message in each direction: who I am and where I may be written to.
 
-    `epoch` is random per process. `kv_regions` (of each rank) and `tail_region` are transfer
-    descriptors; a probe has a tail region alone, its scratch. The KV heads are shared by `tp`
-    ranks; if there are more, each `tp` of them are a data-parallel group.
+    `epoch` is random per process. `kv_regions` (one for each rank) and `tail_region` are transfer
+    descriptors; a probe has a tail region alone, its scratch. `tp` ranks share the KV heads; if
+    there are more regions than that, each `tp` of them in turn are a data-parallel group.
     """
 
     epoch: U64
@@ -108,8 +108,8 @@ class PrefillStopped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop posting for this attempt. No answer is due if it has ended: the other side has been
-    told then, or counts to the end."""
+    """Stop posting for this attempt. No answer is due if the attempt has ended at the prefiller:
+    then it has sent a PrefillStopped before, or all writes, which the decoder counts to the end."""
 
     attempt_id: U64
 

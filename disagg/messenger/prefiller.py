@@ -89,7 +89,7 @@ class PrefillerMessenger(Messenger):
         refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         if refused is not None:
             logger.warning("refused a %s: %s", hello.role, refused)
-            # It hangs up, or is silent.
+            # It hangs up then, or its silence ends the connection.
             self._send(peer, messages.Goodbye(why=f"refused: {refused}"))
             return
         for other, link in self._links.items():

@@ -106,6 +106,7 @@ class Prefillers:
             raise ProtocolError(f"the prefiller {twin.address[0]}:{twin.address[1]} again")
         prefiller.epoch, prefiller.delay, prefiller.hello = hello.epoch, 0.0, hello
         memory = self._wiring.memory
+        # Any of the replica sets: all have the same count, and that is all they are for here.
         prefiller.slices = make_plan(memory.page, hello.tp, memory.tp)[0]
         self._on_link(prefiller.address, True, "ready")
 

@@ -6,9 +6,10 @@
     3 prefill    |  rank 0   |  rank 1   |  rank 2   |     a slice: the heads that two ranks share
     2 decode     |     rank 0      |     rank 1      |     0->0: 0 1, 1->0: 2, 1->1: 3, 2->1: 4 5
 
-HND has one row, so a slice is one write. NHD has a row for each of K and V of each token, and a
-slice is as many writes, or one if both ranks hold just its heads. MLA has one row and one head,
-which all ranks hold. Pages are never merged: the decoder could not know how many writes that makes.
+In HND a page has one row, so a slice is one write. In NHD it has a row for each of K and V of each
+token, and a slice is as many writes, or one if both ranks hold just its heads. With MLA (attention
+over one latent vector a token) it has one row and one head, which all ranks hold. Neighbouring
+pages never become one write: the decoder could not know how many writes that makes.
 
 Both sides use this file: the prefiller for what it writes, the decoder for what it counts.
 `python -m disagg.messenger.sharding --prefill-tp 8 --decode-tp 4` explains a pair.
@@ -59,10 +60,11 @@ def page_of(order: str, page_size: int, num_kv_heads: int, vector_bytes: int) ->
 
 
 def make_plan(page: Page, source_tp: int, destination_tp: int) -> tuple[tuple[Slice, ...], ...]:
-    """The slices of a page, made once for each peer, in as many ways as ranks hold the same.
+    """The replica sets of a pair of nodes, made once for each peer: each is slices that together
+    fill a page on every destination rank. There is more than one if source ranks hold the same.
 
-    Any of these replica sets will do. One drawn for each request keeps all NICs busy, and the count
-    does not depend on the draw. ValueError if these ranks cannot share the heads of the page.
+    Any of the sets will do. One drawn for each request keeps all NICs busy, and the count does not
+    depend on the draw. ValueError if these ranks cannot share the heads of the page.
     """
     rows, num_heads, head_bytes = page
     num_replicas = max(1, source_tp // num_heads)
@@ -83,7 +85,7 @@ def make_plan(page: Page, source_tp: int, destination_tp: int) -> tuple[tuple[Sl
                 destination_offsets=(row * len(there) + first - there.start) * head_bytes,
                 nbytes=rows_in_run * (end - first) * head_bytes,
             )
-            # Neighbours hold the same; destinations in turn take the one and the other.
+            # Neighbouring ranks hold the same; in one set, destinations take turns among them.
             plan[(s - d) % num_replicas].append(shared)
     return tuple(map(tuple, plan))
 
@@ -98,8 +100,8 @@ def expected_count(slices: Sequence[Slice], num_layers: int, num_sent_pages: int
 
 
 def write_ns(nbytes: int, gbits: Sequence[float]) -> float:
-    """Of one among many writes, from the rates at `SIZES`. Smaller ones take as long as the
-    smallest, larger ones have the rate of the largest."""
+    """Nanoseconds that one of many writes takes, from the rates at `SIZES`. Smaller ones take as
+    long as the smallest, larger ones have the rate of the largest."""
     known = [8 * size / rate for size, rate in zip(SIZES, gbits, strict=True)]
     return float(np.interp(nbytes, SIZES, known)) * max(1.0, nbytes / SIZES[-1])
 

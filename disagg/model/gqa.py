@@ -1,13 +1,13 @@
 """The Llama and Qwen3 families: decoder layers with grouped-query attention over a paged KV cache.
 
-    hidden --norm--> qkv --rope--> KV appended to pages, attention --o_proj--> (+) --> on_layer()
-       \\______________________________________________________________________/ |
-                                             next layer <-- (+) <-- MLP <-- norm -+
+    hidden -norm-> qkv -rope-> KV appended to pages, attention -o_proj-> sum -> (+) -> on_layer()
+       \\________________________________________________________________________/    |
+                                            next layer <- (+) <- sum <- MLP <- norm -+
 
-`on_layer()` is the tick of the layer counter: a page of this layer may leave the node right after
-it, so it comes after the KV append and (for the sake of tensor parallelism, where that step is an
-all-reduce) after the attention output projection. What is in a batch and where its pages lie is
-known to the planned `TorchPagedAttention` alone.
+`sum` adds up what the ranks have (`rank_group.py`); with one rank it changes nothing. `on_layer()`
+is the tick of the layer counter: a page of this layer may leave the node right after it. So it
+comes after the first sum, to which each rank adds its part when it has appended its KV. What is in
+a batch and where its pages lie is known to the planned `TorchPagedAttention` alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from disagg.model.rank_group import RankGroup
 
 
 class DecoderLayer:
-    """One layer's parts, of them this rank's share; `qkv` stacks query, key and value heads."""
+    """This rank's share of one layer's weights; `qkv` stacks query, key and value heads."""
 
     def __init__(
         self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
@@ -52,7 +52,7 @@ class DecoderLayer:
 
 class LlamaModel:
     """A LlamaForCausalLM for inference, or one rank's share of it. `config` is the shape of the
-    whole, `num_qo_heads` what this rank has of them; it keeps nothing between calls."""
+    whole model, `num_qo_heads` counts this rank's query heads. It keeps nothing between calls."""
 
     def __init__(self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup) -> None:
         """Take the weights through `read`; ValueError if one is missing or of a wrong shape."""
@@ -85,9 +85,9 @@ class LlamaModel:
         """Run one step; return hidden states after the final norm: `[T, hidden_size]`.
 
         `token_ids` and `positions` are int64 `[T]`, the batch's requests one after another.
-        `kv_pages` holds one tensor per layer, `[num_pages, *page_shape]`; the new tokens' KV is
-        written into it. `attention` has been planned for this step. `on_layer()` is called once
-        per layer, as the module's picture shows.
+        `kv_pages` holds one tensor per layer, `[num_pages, *page_shape]`, of this rank's heads; the
+        new tokens' KV is written into it. `attention` has been planned for this step. `on_layer()`
+        is called once per layer, as the module's picture shows.
         """
         hidden, sum_of = self._embed(token_ids), self._group.sum
         cos, sin = layers.rope_tables(positions, self._frequencies, hidden.dtype)
@@ -98,6 +98,7 @@ class LlamaModel:
             k = kv[:, : kv.shape[1] // 2]
             for norm, part in zip(layer.qk_norms, (q, k), strict=False):
                 part.copy_(norm(part))
+            # Values have no position.
             layers.apply_rope(qkv[:, : q.shape[1] + k.shape[1]], cos, sin)
             attention.append(kv, pages)
             hidden = hidden + sum_of(layer.o_proj(attention.run(q, pages).flatten(1)))

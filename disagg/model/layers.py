@@ -58,7 +58,8 @@ class Linear:
         self._bias = None if bias is None else bias.to(computed)
         self._half: torch.ScriptObject | None = None
         if weight.dtype != computed and _fits_half(weight):
-            # A few tokens are as fast as the weights are read: half the bytes, widened on the way.
+            # A step of few tokens takes as long as reading the weights: so half the bytes, which
+            # are widened on the way.
             self._half = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
         else:
             laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.to(computed), PACKED_FOR)
@@ -77,8 +78,8 @@ class Linear:
 
 
 def _fits_half(weight: Tensor) -> bool:
-    """Whether float16 holds bfloat16 weights: they have fewer bits, but a larger range. What is too
-    small for it may lose what is nothing beside the largest."""
+    """Whether float16 holds bfloat16 weights: they have fewer bits, but a larger range. Those that
+    are too small for it may be off by up to 2**-16 of the largest."""
     if "x86" not in torch.backends.quantized.supported_engines:
         return False
     lost = (weight.half().float() - weight.float()).abs().max()
@@ -130,10 +131,11 @@ def read_columns(
     bias: bool,
     unit: int = 1,
 ) -> Linear:
-    """This rank's outputs of the matrices `prefix + name`, stacked in the order of `out_features`;
-    each is cut in whole heads of `unit` features.
+    """This rank's outputs of the matrices `prefix + name`, stacked in the order of `out_features`
+    (the whole model's number of them, by name); each is cut in whole heads of `unit` features.
 
-    A fused map reads its input once and is one kernel call instead of several.
+    A fused map reads its input once and is one kernel call instead of several. ValueError as
+    `ReadTensor`, or if a matrix cannot be shared.
     """
     weights, biases, cut = [], [], partial(group.cut, axis=0, unit=unit)
     for name, rows in out_features.items():
@@ -146,8 +148,9 @@ def read_columns(
 def read_row(
     read: ReadTensor, group: RankGroup, name: str, shape: tuple[int, int], bias: bool
 ) -> Linear:
-    """This rank's inputs of a matrix `[out_features, in_features]`. What it maps to is a part of a
-    sum over all ranks, to which rank 0 adds the bias."""
+    """This rank's inputs of the matrix `name`, of `shape` `[out_features, in_features]`: it maps
+    `[T, in_features / tp]` to a part `[T, out_features]` of a sum over all ranks. Rank 0's part has
+    the bias. ValueError as `read_columns`."""
     added = read(f"{name}.bias", shape[:1]) if bias else None
     weight = read(f"{name}.weight", shape, partial(group.cut, axis=1))
     return Linear(weight, added if group.rank == 0 else None)

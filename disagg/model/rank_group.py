@@ -1,19 +1,21 @@
 """Tensor parallelism: each rank holds a share of every matrix, and sums and joins make one model.
 
-    column-parallel   rank r has some of a map's outputs     qkv, gate and up, head: joined
+    column-parallel   rank r has some of a map's outputs     qkv, gate and up: row-parallel next
     row-parallel      rank r has some of a map's inputs      o_proj, down: parts of a sum
+    vocabulary        rank r has some of the tokens          embedding: summed, logits: joined
 
     x --> [gate up]_0 --> [down]_0 --> part 0 --.
     x --> [gate up]_1 --> [down]_1 --> part 1 --+--> sum, the same on all ranks
 
-A sum of parts takes gloo about a millisecond for the few numbers of a decode step, most of it for
-waking threads. Ranks of one host have memory in common, so what fits goes through that instead:
+With gloo (torch.distributed on CPUs) a sum takes about a millisecond even for the few numbers of a
+decode step, most of it for waking threads. The ranks are on one host, so what fits goes through
+memory that all of them map instead. Each sum or join is a turn:
 
-    block    turn 0 | part 0 | part 1 | ...    turn 1 | part 0 | part 1 | ...
+    block    even turns | part 0 | part 1 | ...    odd turns | part 0 | part 1 | ...
     flags    how many parts each rank has ever put there; it reads when all have put as many
 
-A rank that puts its part of one turn has seen all parts of the turn before, so whoever is slow
-still reads from the other half.
+A rank that puts its part of a turn has seen all parts of the turn before. So nobody is more than
+one turn ahead of a rank that still reads, and what it writes lies in the other half.
 """
 
 import os
@@ -31,7 +33,7 @@ from disagg.shared_memory import SharedMemory
 
 #: The largest part that goes through shared memory.
 MAX_PART_BYTES = 1 << 22
-#: A rank that is this much later with its part than another is not coming any more.
+#: How long a rank waits for the part of another, which counts as hanging then.
 SECONDS = 60.0
 
 
@@ -56,8 +58,8 @@ class RankGroup:
     """The ranks of a model as one of them sees them; without arguments, the only one.
 
     All ranks make the same calls in the same order. `block` is zeroed memory of `block_bytes(tp)`
-    that all of them map. What is too large for it goes through torch.distributed, the default
-    process group, which `meet` makes.
+    that all of them map. A part that is too large for it goes through the default process group of
+    torch.distributed, which `meet` makes. A sum or join raises TimeoutError if another rank hangs.
     """
 
     def __init__(self, rank: int = 0, tp: int = 1, block: SharedMemory | None = None) -> None:
@@ -70,19 +72,21 @@ class RankGroup:
             self._flags = block.bytes[-8 * tp :].view(np.uint64)
 
     def meet(self, meeting: int) -> None:
-        """Wait for the others, in the empty file behind this descriptor."""
+        """Wait for the others. They find each other in the file behind the descriptor `meeting`,
+        one for all of them and empty at first."""
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         place = f"file:///proc/self/fd/{meeting}"
         dist.init_process_group("gloo", init_method=place, rank=self.rank, world_size=self.tp)
 
     def cut(self, tensor: Tensor, axis: int, unit: int = 1) -> Tensor:
-        """This rank's share of an axis that consists of heads of `unit` elements, a view."""
+        """This rank's share, a view, of an axis that consists of heads of `unit` elements each. If
+        there are more ranks than heads, some get the same. ValueError if it cannot be shared."""
         heads = heads_of_rank(tensor.shape[axis] // unit, self.tp, self.rank)
         return tensor.narrow(axis, heads.start * unit, len(heads) * unit)
 
     def cut_vocabulary(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of `[vocab_size, hidden_size]`, filled up with zeros so that all ranks
-        have as many."""
+        """This rank's rows of `[vocab_size, hidden_size]`; the last ranks' are filled up with zeros
+        so that all have the same number."""
         missing = -len(tensor) % self.tp
         return self.cut(F.pad(tensor, (0, 0, 0, missing)) if missing else tensor, 0)
 
@@ -95,7 +99,7 @@ class RankGroup:
         return part if self.tp == 1 else torch.cat(list(self._gather(part)), -1)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """All ranks' parts, `[tp, *part.shape]`; valid until the next turn but one."""
+        """All ranks' parts, `[tp, *part.shape]`; valid until this rank puts its next part."""
         if part.nbytes > MAX_PART_BYTES:
             parts = part.new_empty(self.tp, *part.shape)
             dist.all_gather_into_tensor(parts, part.contiguous())

@@ -24,6 +24,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Shape of the model in `folder`, with transformers' defaults for what config.json leaves out.
 
     End tokens are those of generation_config.json, or of config.json where that names none.
+    ValueError, one line, if a file is missing or damaged, or the model is not supported.
     """
     read_json(folder, "config.json")  # its errors are clearer
     try:
@@ -37,7 +38,7 @@ def read_config(folder: Path) -> ModelConfig:
         eos = read_json(folder, "generation_config.json").get("eos_token_id", eos)
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    # Names that are ours alone: what a config has by them means something else, if anything.
+    # Names that are ours alone: if a config has one of them too, it means something else there.
     shape |= {
         "num_layers": config.num_hidden_layers,
         "num_qo_heads": config.num_attention_heads,

@@ -5,8 +5,8 @@
                                                            +-> fingerprint(folder, config)
 
 Files are memory mapped. A tensor that the model uses as it is stays in the mapping; one that is
-fused with others, converted or shared by ranks is copied, one at a time and no more of it than this
-rank's share. A tensor that is missing or left over is refused by name.
+converted, fused with others or laid out anew is copied, one at a time. Which share of it a rank
+takes is the model's to say. A tensor that is missing or left over is refused by name.
 """
 
 import dataclasses

@@ -16,13 +16,14 @@ from disagg.request import FinishReason, Output, Request, TokenLogprobs
 from disagg.serve.stop_strings import visible
 from disagg.serve.tokenizer import TextStream
 
-#: Outputs that were delivered and not yet taken in, of one answer or of several.
+#: Outputs of one answer or of several that the engine delivered and no `wait` has taken in yet.
 News = queue.SimpleQueue[tuple["Answer", Output]]
 
 
 class Answer:
-    """Made by `Node.submit`. One thread makes and reads it, and all that share its `news`; `cancel`
-    may be called from any: it stops the request's work on both nodes, if the maker has set it.
+    """Made by `Node.submit`. One thread makes and reads it and all answers that share its `news`;
+    `cancel` may be called from any: it stops the request's work on both nodes, once `submit` has
+    set it.
 
     `text` is what is certain so far, if there is a `stream` to make it; it never gets shorter. A
     stop string in it ends the answer as STOP with the token that completes it, however far the
@@ -70,14 +71,14 @@ class Answer:
         for index, token_id in enumerate(output.token_ids):
             if not self._stopped:
                 self._token_ids.append(token_id)
-                self._logprobs += output.logprobs[index : index + 1]
+                self._logprobs += output.logprobs[index : index + 1]  # none if not asked for
                 self._show(self._stream.push(token_id) if self._stream else "")
         if output.finish_reason is not None:
             if not self._stopped:
                 self._show(self._stream.finish() if self._stream else "")
             if self._stopped:
                 output = replace(output, finish_reason=FinishReason.STOP, error=None)
-            else:  # what was held back is no stop string
+            else:  # nothing follows that could make a stop string of what was held back
                 self.text = self._whole_text
             tokens, logprobs = tuple(self._token_ids), tuple(self._logprobs)
             self.completion = replace(output, token_ids=tokens, logprobs=logprobs)

@@ -47,7 +47,7 @@ UNTOUCHED = 0xEE
 SMALL = 64
 #: Seconds to wait for an answer or for writes, and that writes must take to be measured.
 PATIENCE, MEASURING = 5.0, 0.1
-#: Of what is measured one at a time.
+#: Writes for the times of the first one.
 REPEATS = 100
 
 
@@ -69,7 +69,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
-    """The table, row by row as it is found out. ProtocolError ends it."""
+    """The table, row by row as it is found out: what, and what was found. ProtocolError ends it."""
     hello, model = probe.hello, probe.hello.identity
     if model is None or hello.role != Role.PREFILLER:
         raise ProtocolError(f"expected a prefiller, got {hello!s:.80}; check the port")
@@ -122,7 +122,7 @@ class _Probe:
 
     def write(self, page_bytes: int, num_pages: int) -> float:
         """Seconds from asking for writes until all are counted. Then every byte must be as it was
-        sent."""
+        sent, and none beside them touched."""
         period = len(self._pattern) // page_bytes * page_bytes
         wanted = np.resize(self._pattern[:period], page_bytes * num_pages)
         return self._try(page_bytes, num_pages, ImmReached, wanted)
@@ -151,7 +151,8 @@ class _Probe:
         return seconds
 
     def count(self, num_writes: int) -> int:
-        """Wait for one write too many: it must not come, and without it all are there."""
+        """Ask for so many writes and wait for one more, which must not come while as many again
+        are asked for and arrive. Then wait for so many: all are there. Returns `num_writes`."""
         watched = self._ask(SMALL, num_writes, num_writes + 1)
         imm = self._ask(SMALL, num_writes, num_writes)
         if self._wait(ImmReached, f"{num_writes} writes").imm != imm or self._heard:
@@ -161,7 +162,7 @@ class _Probe:
         return num_writes
 
     def _ask(self, page_bytes: int, num_pages: int, count: int) -> int:
-        """Ask for writes and expect `count`; the imm they carry."""
+        """Ask for writes and expect `count` of them; returns the imm they carry."""
         self._imm += 1
         self._engine.expect(self._peer, self._imm, count)
         wish = ProbeRequest(attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm)
@@ -169,7 +170,8 @@ class _Probe:
         return self._imm
 
     def _wait(self, kind: type[Kind], what: str) -> Kind:
-        """What comes next, which must be of this kind."""
+        """The next message or event, which must be of this kind; `what` names it in errors.
+        Heartbeats are left out."""
         end = time.monotonic() + PATIENCE
         while not self._heard:
             left = end - time.monotonic()

@@ -9,7 +9,8 @@
     transfer engine   registered: KV pages, tail slots, scratch     <====> peer node
 
 Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates,
-an UNDIVIDED node has no messenger and does both by itself.
+an UNDIVIDED node has no messenger and does both by itself. If several ranks share the model, the
+forward pass and the counter are in their processes (`ranks.py`), all else is here as with one.
 """
 
 import logging
@@ -57,8 +58,8 @@ logger = logging.getLogger(__name__)
 class NodeConfig:
     """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
 
-    `tp` is how many ranks share the model; more than one are processes of their own. `transport`
-    is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
+    `tp` is how many ranks share the model; if more than one, each is a process of its own.
+    `transport` is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
     """
 
     model: Path
@@ -77,7 +78,7 @@ class Node(Resource):
     """Starts in its constructor, serves until `close()`.
 
     ValueError if the model or the configuration is wrong, a prefiller cannot be reached or refuses,
-    TransferError if the port is taken.
+    TransferError if the port is taken, RuntimeError if a rank's process ends while it loads.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -92,7 +93,7 @@ class Node(Resource):
         self._link_news: SimpleQueue[tuple[Address | None, str]] = SimpleQueue()
         self._last_news: dict[Address, str] = {}
         self._linked = False
-        #: Of each rank. The tails are those of rank 0.
+        #: One for each rank. Of the tails, those of rank 0 are sent and received.
         self._kv_caches = [
             KVCache(config.cache, self.model_config, config.tp) for _ in range(config.tp)
         ]

@@ -47,7 +47,7 @@ PATH_CHECK = (
     "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
     " --verbose; or give both another --transport"
 )
-#: Until the next look at who calls, after one could not be accepted.
+#: Until the next try to accept a connection, after one failed.
 ACCEPT_PAUSE_SECONDS = 0.1
 
 
@@ -78,14 +78,15 @@ class Lost:
 
 ControlEvent = Opened | MessageReceived | NoteReceived | Lost
 
-#: Is handed a connection that joins, of which the first frame is over.
+#: Is handed a connection that joins another, after its first frame, the opening.
 Take = Callable[[Wire], None]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Connection(Wire):
-    """`joins`: by key, what takes a connection that joins it. `deadline`: for being ready and
-    announced, since the user watches its silence then."""
+    """`waiting`: messages to send when it is `ready`. `joins`: by key, what takes a connection that
+    joins it. It ends if it is not ready and announced by the `deadline`; from then on the user
+    watches its silence."""
 
     peer: Peer
     announced: bool

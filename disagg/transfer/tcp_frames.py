@@ -1,4 +1,4 @@
-"""Frames of a data connection: writes of one size with one immediate, sent from and into the pages.
+"""Frames of a data connection: writes of one size with one immediate, from pages into pages.
 
 | length u32 | msgpack [region, imm, bytes of a write, offset i64 of each] | payloads, in order |
 '------- a frame of `wire.py`: the head, checked ------------------------'- straight to memory -'
@@ -37,8 +37,9 @@ class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
 
 class Frame:
-    """What moves of a frame: a head, then slices of a region, until `moved`, which counts from the
-    end of the head, is `end`. `ends`: tickets that end with it."""
+    """A frame on its way: a head (if we send it), then slices of a region. `moved` bytes are over,
+    counted from the end of the head, so less than 0 within it; at `end` all are. `ends`: tickets
+    that end with it."""
 
     def __init__(
         self, region: Bytes, offsets: Offsets, write_bytes: int, head: bytes = b""
@@ -53,7 +54,7 @@ class Frame:
         self.ends: list[Ticket] = []
 
     def rest(self) -> list[memoryview]:
-        """Buffers to move next."""
+        """What is left to move, as buffers for one system call."""
         if self.moved < 0:
             return [self._head[self.moved :], *self._pages]
         first, within = divmod(self.moved, self._write_bytes)
@@ -61,7 +62,7 @@ class Frame:
 
 
 def outgoing_frame(job: Job) -> Frame:
-    """The next writes of a job, posted by making it."""
+    """The next writes of a job, which count as posted from now on."""
     count = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // job.write_bytes))
     some = slice(job.num_posted, job.num_posted + count)
     sources, destinations = job.source_offsets[some], job.destination_offsets[some]
@@ -79,10 +80,10 @@ class FrameReader:
         self._frame: Frame | None = None
 
     def receive(self, data: Wire) -> int:
-        """Take what one system call gives; number of bytes.
+        """Take what one system call gives; returns the number of bytes.
 
-        BlockingIOError if there is nothing. TransferError at the end, and for a frame that is
-        wrong: nothing is written of it, or of what follows.
+        BlockingIOError if there is nothing. TransferError at the end of the connection, and for a
+        frame with a wrong head: nothing is written of it, or of what follows.
         """
         if self._frame is None:
             nbytes = data.read(one_frame=True)
@@ -97,8 +98,8 @@ class FrameReader:
         return nbytes or data.read()  # which says that this is the end
 
     def _take_head(self, data: bytes) -> None:
-        # They stay away if the head is wrong: what follows may be anything, and would be read as
-        # the next head.
+        # There are none any more if the head is wrong: what follows may be anything, and would be
+        # read as the next head.
         regions, self._regions = self._regions, []
         head = decode(data, Head, "malformed head of a frame")
         if head.region >= len(regions):

@@ -251,8 +251,8 @@ def _share(topology: Topology, gpu: Place, nics: Nics) -> tuple[Nics, str]:
 
     near = nearest(gpu)
     rivals = sorted(other for other in topology.gpus.values() if nearest(other) == near)
-    rank = rivals.index(gpu)
-    mine = near[rank :: len(rivals)] or [near[rank % len(near)]]
+    number = rivals.index(gpu)
+    mine = near[number :: len(rivals)] or [near[number % len(near)]]
     return {port: nics[port] for port in mine}, _NEARNESS[min(nearness(gpu, near[0].place), 3)]
 
 

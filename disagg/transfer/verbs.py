@@ -69,8 +69,8 @@ class Depths:
 
 
 class Region(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Memory that a peer may write to: its address for a NIC, and the rkey of each of our NICs. Not
-    granted: no bytes, no keys."""
+    """Memory that a peer may write to: its address for a NIC, its size, and the rkey of each NIC of
+    ours. Memory that is not granted has no bytes and no keys."""
 
     address: _Count
     nbytes: _Count
@@ -122,8 +122,8 @@ class VerbsMedium(Medium):
 
 
 class VerbsLink(Link):
-    """One connection's queue pairs: number k joins our NIC k and the peer's NIC k, each modulo how
-    many there are, until the side with more has used all of them."""
+    """One connection's queue pairs ("lanes"): number k joins our NIC k and the peer's NIC k, each
+    modulo how many there are; there are as many lanes as the side with more NICs has."""
 
     def __init__(self, connection: Connection, medium: VerbsMedium) -> None:
         super().__init__(connection)
@@ -137,7 +137,7 @@ class VerbsLink(Link):
     # From the opening to ready.
 
     def start(self, info: bytes) -> None:
-        """Make the queue pairs; whoever connected names theirs."""
+        """Make the queue pairs; if we connected, name them to the peer."""
         self.theirs = theirs = decode(info, _Info, "malformed opening of verbs")
         granted = [theirs.probe, *(region for region in theirs.regions if region.nbytes)]
         keys = {len(region.rkeys) for region in granted}
@@ -167,7 +167,7 @@ class VerbsLink(Link):
         self.control.send_note(self.peer, msgspec.msgpack.encode(ends))
 
     def _probe(self, lane: _Lane) -> None:
-        """The first write. Nobody waits for its immediate: the first one on a queue pair."""
+        """The first write. Its immediate is not counted: it is the first on its queue pair."""
         start = np.zeros(1, np.int64)
         lane.post(self.medium.probe, self.theirs.probe, (start, start), FIRST_WRITE_BYTES, 0)
 
@@ -196,7 +196,7 @@ class VerbsLink(Link):
     # Completions come in.
 
     def take_ended(self) -> list[WritesDone]:
-        """Those of jobs that are out and have no chain under way."""
+        """See `Link`: of jobs that are posted or withdrawn, those that have no chain under way."""
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
         under_way = {job.ticket for lane in self._lanes for _, job in lane.chains}
@@ -271,7 +271,8 @@ class _Lane:
         self.posted = self.returned = self.receives = 0
         self.heard = False
         self.chains: deque[tuple[int, Job]] = deque()
-        # Filled anew for every post, from the end. Only what differs is written then.
+        # Made once. A post of n writes fills in the last n, since the last of all is the one that
+        # reports its completion.
         self._requests, self._elements = verbs_device.send_chain(depths.send_chain)
 
     @property
@@ -280,7 +281,7 @@ class _Lane:
         return self._depths.sends - (self.posted - self.returned)
 
     def connect(self, peer: End) -> None:
-        """Receives first: the peer may write as soon as it can."""
+        """Join the peer's queue pair. Receives first: it may write as soon as it is connected."""
         self.peer = peer
         self.replenish()
         self.qp.connect(self.psn, peer, self.address)
@@ -326,8 +327,8 @@ class _Lane:
         return found[failed][0] if failed.any() else None
 
     def why(self, failed: np.void) -> str:
-        """In words, of the first completion that failed. Its opcode would tell nothing: that is
-        undefined then; its wr_id is ours."""
+        """In words, of the first completion that failed. What it was is told by its wr_id, which is
+        ours: its opcode is undefined."""
         what = "a receive" if failed["wr_id"] == verbs_device.RECEIVE else "the first write"
         jobs = [job for last, job in self.chains if verbs_device.RECEIVE < failed["wr_id"] <= last]
         if jobs:
