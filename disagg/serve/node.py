@@ -122,7 +122,10 @@ class Node(Resource):
         if config.prefillers:
             self._start_thread("messenger", self._run_messenger)
             self._wait_for_links()
-        self._engine = self._build_engine()
+        try:
+            self._engine = self._build_engine()
+        except (RuntimeError, MemoryError) as error:  # too little memory, or a rank was killed
+            raise ValueError(f"the model cannot be loaded: {error!r}") from error
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
