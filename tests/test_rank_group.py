@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import CacheConfig, SchedulerConfig
@@ -67,6 +67,7 @@ class ThreadRanks(Threads):
         return first
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     tp=st.integers(2, 5),
     shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=12),

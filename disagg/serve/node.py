@@ -151,7 +151,8 @@ class Node(Resource):
 
     def wait(self) -> str | None:
         """Block until `close()` is called or the node dies; what it died of."""
-        self._stopping.wait()
+        while not self._stopping.wait(1.0):
+            pass  # a signal that another thread took is handled when this one wakes
         return self._failure
 
     def close(self) -> None:
