@@ -6,13 +6,15 @@ That processes compute the same is `test_ranks.py`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import CacheConfig, SchedulerConfig
@@ -65,6 +67,7 @@ class ThreadRanks(Threads):
         return first
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     tp=st.integers(2, 5),
     shapes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), max_size=12),
@@ -106,6 +109,18 @@ def test_a_rank_that_does_not_come_is_waited_for_and_then_given_up(monkeypatch):
     with contextlib.closing(Threads(2)) as threads:
         with pytest.raises(TimeoutError, match=r"late by 0.05 s: turns \[1 0\]"):
             threads.groups[0].sum(torch.ones(1))
+
+
+def test_a_pause_of_all_ranks_is_nobodys_fault(monkeypatch):
+    """As when a machine or a container is frozen: clocks go on."""
+    monkeypatch.setattr(rank_group.time, "monotonic", itertools.count(0.0, 100.0).__next__)
+    with contextlib.closing(Threads(2)) as threads:
+
+        def act(rank):
+            time.sleep(0.05 * rank)
+            return int(threads.groups[rank].sum(torch.tensor([rank])))
+
+        assert threads.everywhere(act) == [1, 1]
 
 
 def test_alone_nothing_is_cut_or_copied():

@@ -18,6 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from disagg.engine.ranks import Ranks
+from disagg.model import rank_group
 from disagg.request import FinishReason
 from disagg.serve.node import Node
 from tests.gated_ranks import gated
@@ -54,6 +55,13 @@ def pids_of(node):
 
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def small_parts(monkeypatch):
+    """Next to nothing goes through shared memory."""
+    small = "from disagg.model import rank_group; rank_group.MAX_PART_BYTES = 8; "
+    monkeypatch.setattr(rank_group, "MAX_PART_BYTES", 8)
+    monkeypatch.setattr(Ranks, "program", small + Ranks.program)
 
 
 def is_alive(pid: int) -> bool:
@@ -109,8 +117,7 @@ def test_prefillers_and_decoders_of_1_2_and_4_ranks(tmp_path, num_kv_heads, tran
 
 @pytest.mark.slow
 def test_sums_that_go_over_gloo_give_the_same_tokens(monkeypatch, model, oracle):
-    program = "from disagg.model import rank_group; rank_group.MAX_PART_BYTES = 8; " + Ranks.program
-    monkeypatch.setattr(Ranks, "program", program)
+    small_parts(monkeypatch)
     with Node(node_config(model, tp=2, max_batch_tokens=9)) as node:
         for length in (1, 2, 5, 30):
             assert tokens_of(ask(node, prompt_of(length), 6)) == oracle(prompt_of(length), 6)
@@ -182,13 +189,63 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do(model, rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_says_why(monkeypatch, model):
-    fault = "from disagg.model import layers; layers.apply_rope = lambda *a: 1 / 0; "
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("1 / 0", "division by zero"),
+        # Such an error cannot be pickled.
+        ("(_ for _ in ()).throw(ArithmeticError(lambda: 1))", "ArithmeticError(<function"),
+    ],
+)
+def test_a_rank_that_fails_says_why(monkeypatch, model, fault, problem):
+    fault = f"from disagg.model import layers; layers.apply_rope = lambda *a: {fault}; "
     monkeypatch.setattr(Ranks, "program", fault + Ranks.program)
     with Node(node_config(model, tp=2)) as node:
         answer = ask(node, prompt_of(9), 6)
-        assert "division by zero" in node.wait()
+        assert problem in node.wait()
         assert answer.result(DEADLINE_SECONDS).finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_sum_over_gloo(tmp_path, monkeypatch, model):
+    """The other one fails by it, which is not the reason."""
+    gate = gated(monkeypatch, tmp_path, rank=1, layer=2)
+    small_parts(monkeypatch)
+    hear = Ranks._hear
+
+    def hear_late(ranks, speakers):
+        if ranks.counter.read():
+            gate.wait_until_held()
+            os.kill(ranks._processes[1].pid, signal.SIGKILL)
+            assert ranks._pipes[0].poll(DEADLINE_SECONDS), "rank 0 has failed, too"
+        return hear(ranks, speakers)
+
+    with Node(node_config(model, tp=2)) as node:
+        monkeypatch.setattr(Ranks, "_hear", hear_late)
+        node._counter.add()
+        ask(node, prompt_of(9), 6)
+        assert "rank 1 of 2 was killed by signal 9" in node.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_rank_that_is_killed_while_it_loads(monkeypatch, capfd, model, number):
+    """Nothing from the rank itself, and nothing is left."""
+    end = f"import os; os.kill(os.getpid(), {number:d}); from disagg"
+    monkeypatch.setattr(Ranks, "program", Ranks.program.replace("from disagg", end))
+    why = rf"cannot be loaded: .*rank [01] of 2 was killed by signal {number:d}"
+    with pytest.raises(ValueError, match=why):
+        Node(node_config(model, tp=2))
+    assert capfd.readouterr() == ("", "")
+    assert not [pid for pid in children_of(os.getpid()) if b"ranks" in cmdline(pid)]
+
+
+def test_a_model_for_which_there_is_no_memory(monkeypatch, model):
+    def fail(*arguments, **settings):
+        raise MemoryError
+
+    monkeypatch.setattr("disagg.serve.node.make_runner", fail)
+    with pytest.raises(ValueError, match="cannot be loaded: MemoryError"):
+        Node(node_config(model))
 
 
 @pytest.mark.slow
@@ -214,24 +271,57 @@ def test_ranks_that_cannot_share_a_model_are_refused_before_anything_starts(tmp_
         Node(node_config(folder, tp=3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_end_with_their_node(model, number):
+@contextlib.contextmanager
+def node_process(model, program=""):
+    """A process that is a node of two ranks, and answers a prompt; its ranks."""
     code = (
         "import sys; from pathlib import Path; from tests.nodes import *;"
+        "from disagg.engine.ranks import Ranks; Ranks.program = sys.argv[2] or Ranks.program;"
         "node = Node(node_config(Path(sys.argv[1]), tp=2));"
-        "print('up', flush=True); node.wait()"
+        "print('up', flush=True); ask(node, prompt_of(9), 1); node.wait()"
     )
-    command = [sys.executable, "-c", code, str(model)]
+    command = [sys.executable, "-c", code, str(model), program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        ranks = []
         try:
             assert process.stdout.readline() == "up\n"
-            ranks = children_of(process.pid)
+            ranks += children_of(process.pid)
             assert len(ranks) == 2
-            process.send_signal(number)
-            wait_until(lambda: not any(map(is_alive, ranks)), "ranks outlive their node")
+            yield process, ranks
         finally:
             process.kill()
+            for pid in filter(is_alive, ranks):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_ranks_end_with_their_node(model, number, stopped):
+    with node_process(model) as (process, ranks):
+        if stopped:
+            os.kill(ranks[1], signal.SIGSTOP)
+        process.send_signal(number)
+        wait_until(lambda: not any(map(is_alive, ranks)), "ranks outlive their node", 5.0)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_node_while_they_wait_for_each_other(tmp_path, monkeypatch, model):
+    gate = gated(monkeypatch, tmp_path, rank=1, layer=1)
+    with node_process(model, Ranks.program) as (process, ranks):
+        gate.wait_until_held()
+        process.kill()
+        wait_until(lambda: not any(map(is_alive, ranks)), "ranks outlive their node", 5.0)
+
+
+def test_no_file_of_ours_has_the_number_of_a_closed_stream():
+    """What a rank inherits would be replaced by its own streams, or printed into."""
+    code = (
+        "import os; from disagg.serve.exits import run_script;"
+        "run_script(lambda: os.open(os.devnull, os.O_RDONLY))"
+    )
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(shell, cwd=Path(__file__).parents[1]).returncode == 3
 
 
 @pytest.mark.slow

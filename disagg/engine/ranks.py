@@ -8,14 +8,16 @@
 
 To the engine all ranks together are one `Runner`. Rank 0 alone adds to the node's layer counter:
 after the sum that ends a layer's attention, and each rank adds its part to that sum when its KV of
-the layer is stored. A rank that fails sends the exception and ends; one that ends takes the node
-down. Where the node's process dies, the pipes close, and the ranks end.
+the layer is stored. A rank that fails sends the reason and ends; one that ends takes the node
+down. Where the node's process dies, the pipes close, and the ranks end, whatever they are doing.
 """
 
 import logging
 import os
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
@@ -42,12 +44,16 @@ class Ranks(Resource):
     """A process for each of `caches`, which computes in that memory; once made, all have loaded.
 
     `folder` is the model's. `counter` and `increments_per_step` are as those of a `Runner`. Rank
-    0's forward passes are in the `trace`. What a rank raises while it loads is raised here;
-    RuntimeError if its process ends.
+    0's forward passes are in the `trace`. ValueError if the model cannot be loaded, RuntimeError if
+    a rank fails or ends otherwise.
     """
 
-    #: What a rank's process runs; its argument is the descriptor of its pipe.
-    program = "import sys; from disagg.engine.ranks import serve; serve(int(sys.argv[1]))"
+    #: What a rank's process runs; its argument is the descriptor of its pipe. An interrupt ends
+    #: it without a word.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
+        "from disagg.engine.ranks import serve; serve(int(sys.argv[1]))"
+    )
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class Ranks(Resource):
             os.close(meeting)
 
     def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """As `Runner.run`. RuntimeError if a rank has ended; also raises what a rank raised."""
+        """As `Runner.run`. RuntimeError if a rank has failed or ended."""
         data = ForkingPickler.dumps(spans)
         with suppress(BrokenPipeError):  # its end is heard of below
             for pipe in self._pipes:
@@ -94,10 +100,8 @@ class Ranks(Resource):
         wait(ends)
         for fd in ends:
             os.close(fd)
-        for process in self._processes:
-            # One that failed has sent the reason, which `run` raises.
-            if self._pipes and (process.poll() or 0) < 0:
-                raise RuntimeError(self._end_of(process))
+        if self._pipes:
+            self._raise_if_killed()  # one that fails says why where `run` hears it
 
     def close(self) -> None:
         """Kill all processes, whatever they are doing. May be called twice."""
@@ -117,7 +121,9 @@ class Ranks(Resource):
             cwd=Path(__file__).parents[2],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno(), meeting, *(memory.fd for memory in shared)],
-            start_new_session=True,  # an interrupt from the terminal is the node's to handle
+            # An interrupt from the terminal is the node's to handle. Not a session of its own: one
+            # that is stopped gets a SIGHUP from the kernel when its node is killed.
+            process_group=0,
         )
         self._processes.append(process)
         theirs.close()
@@ -135,8 +141,14 @@ class Ranks(Resource):
                     process = self._processes[self._pipes.index(pipe)]
                     raise RuntimeError(self._end_of(process)) from None
                 if isinstance(error := words[pipe], Exception):
+                    self._raise_if_killed()  # the others fail with it
                     raise error
         return words[self._pipes[0]]
+
+    def _raise_if_killed(self) -> None:
+        for process in self._processes:
+            if (process.poll() or 0) < 0:
+                raise RuntimeError(self._end_of(process))
 
     def _end_of(self, process: subprocess.Popen[bytes]) -> str:
         code, rank = process.wait(), self._processes.index(process)
@@ -149,12 +161,23 @@ class Ranks(Resource):
 
 def serve(fd: int) -> None:
     """Load, then compute the spans that come through the pipe `fd`, until the node closes it."""
+    threading.Thread(target=_end_with_node, args=(fd,), daemon=True).start()
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError):
         try:
             _serve(pipe)
         except Exception as error:  # whatever it is, the node ends with it
             logger.info("this rank failed", exc_info=True)
-            pipe.send(error)
+            # Not all errors can be pickled.
+            known = isinstance(error, ValueError | OSError)
+            pipe.send(ValueError(str(error)) if known else RuntimeError(f"a rank: {error!r}"))
+
+
+def _end_with_node(fd: int) -> None:
+    """Without a node, others may not come to a meeting or a sum."""
+    pipe = select.poll()
+    pipe.register(fd, 0)  # hears of its end alone
+    pipe.poll()
+    os._exit(0)
 
 
 def _serve(pipe: Connection) -> None:

@@ -33,7 +33,8 @@ from disagg.shared_memory import SharedMemory
 
 #: The largest part that goes through shared memory.
 MAX_PART_BYTES = 1 << 22
-#: How long a rank waits for the part of another, which counts as hanging then.
+#: CPU seconds that a rank spins for the part of another, which counts as hanging then. Time that
+#: passes while all of them are stopped does not count.
 SECONDS = 60.0
 
 
@@ -102,7 +103,7 @@ class RankGroup:
         """All ranks' parts, `[tp, *part.shape]`; valid until this rank puts its next part."""
         if part.nbytes > MAX_PART_BYTES:
             parts = part.new_empty(self.tp, *part.shape)
-            dist.all_gather_into_tensor(parts, part.contiguous())
+            dist.all_gather(list(parts), part.contiguous())
             return parts
         half = self._parts[self._turn % 2, :, : part.nbytes].view(part.dtype)
         parts = half.view(self.tp, *part.shape)
@@ -110,9 +111,9 @@ class RankGroup:
         self._turn += 1
         # Stores are seen in their order (x86): a part before its flag.
         self._flags[self.rank] = self._turn
-        end = time.monotonic() + SECONDS
+        end = time.thread_time() + SECONDS
         while int(self._flags.min()) < self._turn:
             os.sched_yield()
-            if time.monotonic() > end:
+            if time.thread_time() > end:
                 raise TimeoutError(f"a rank is late by {SECONDS:g} s: turns {self._flags}")
         return parts

@@ -56,7 +56,7 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
         answers = [_submit(node, tokenizer, prompt, arguments.raw, news) for prompt in prompts]
         ends = [_print_answer(index, answer, arguments) for index, answer in enumerate(answers)]
         seconds = time.monotonic() - start
-    if not arguments.json and sys.stderr.isatty():
+    if not arguments.json and sys.stderr and sys.stderr.isatty():
         print(summary(ends, seconds), file=sys.stderr)
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
 

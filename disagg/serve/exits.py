@@ -27,9 +27,12 @@ def run_script(main: Callable[[], int]) -> None:
     imports of large libraries do not survive a KeyboardInterrupt in good order.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass  # one that was closed must not become the number of a file of ours
+    os.close(fd)
     try:
         code = main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no stdout
     except BrokenPipeError:  # as with `| head -1`; Python's own end flushes what is left once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_UNREAD

@@ -122,7 +122,10 @@ class Node(Resource):
         if config.prefillers:
             self._start_thread("messenger", self._run_messenger)
             self._wait_for_links()
-        self._engine = self._build_engine()
+        try:
+            self._engine = self._build_engine()
+        except (RuntimeError, MemoryError) as error:  # too little memory, or a rank was killed
+            raise ValueError(f"the model cannot be loaded: {error!r}") from error
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever)
@@ -148,7 +151,8 @@ class Node(Resource):
 
     def wait(self) -> str | None:
         """Block until `close()` is called or the node dies; what it died of."""
-        self._stopping.wait()
+        while not self._stopping.wait(1.0):
+            pass  # a signal that another thread took is handled when this one wakes
         return self._failure
 
     def close(self) -> None:
