@@ -39,10 +39,11 @@ class DecoderLayer:
             read, group, attention, qkv, hidden, bias, unit=config.head_dim
         )
         #: Of each head of q and of k.
-        self.qk_norms: list[layers.RMSNorm] = [
-            _read_norm(config, read, f"{attention}{name}_norm", config.head_dim)
-            for name in "qk"
-            if config.qk_norm
+        self.qk_norms = [
+            layers.RMSNorm(
+                read(f"{attention}{name}.weight", (config.head_dim,)), config.rms_norm_eps
+            )
+            for name in (("q_norm", "k_norm") if config.qk_norm else ())
         ]
         self.o_proj = layers.read_row(read, group, f"{attention}o_proj", (hidden, q_rows), bias)
         self.post_attention_norm = _read_norm(config, read, f"{prefix}post_attention_layernorm")
@@ -120,20 +121,14 @@ class LlamaModel:
         return self._group.sum(found.masked_fill_(~is_here[:, None], 0.0))
 
 
-def _read_norm(
-    config: ModelConfig, read: layers.ReadTensor, name: str, size: int | None = None
-) -> layers.RMSNorm:
-    weight = read(f"{name}.weight", (size or config.hidden_size,))
-    return layers.RMSNorm(weight, config.rms_norm_eps)
+def _read_norm(config: ModelConfig, read: layers.ReadTensor, name: str) -> layers.RMSNorm:
+    return layers.RMSNorm(read(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
 
 
 def _read_mlp(
-    config: ModelConfig,
-    read: layers.ReadTensor,
-    group: RankGroup,
-    prefix: str,
-    size: int | None = None,
+    config: ModelConfig, read: layers.ReadTensor, group: RankGroup, prefix: str, size: int = 0
 ) -> layers.GatedMLP:
+    """Of so many features between its maps; by default those of a layer without experts."""
     hidden, size, bias = config.hidden_size, size or config.intermediate_size, config.mlp_bias
     gate_up = {"gate_proj": size, "up_proj": size}
     return layers.GatedMLP(

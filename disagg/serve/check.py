@@ -84,9 +84,8 @@ def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     yield "refuses", "writes beyond our memory, beyond its own, too many at once"
     median, p99 = 1e3 * np.percentile([probe.write(SMALL, 1) for _ in range(REPEATS)], (50, 99))
     yield "first write", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
-    for nbytes in sorted(
-        {SMALL, 4 << 10, 16 << 10, 64 << 10, min(max(1, page_bytes), PROBE_BYTES)}
-    ):
+    sizes = {SMALL, 4 << 10, 16 << 10, 64 << 10, min(max(1, page_bytes), PROBE_BYTES)}
+    for nbytes in sorted(sizes):
         rate = _write_rate(probe, nbytes)
         yield f"{nbytes} bytes", f"{nbytes * rate / 1e9:5.2f} GB/s {rate:11,.0f} writes/s"
     yield "counts", f"{probe.count(1000)} writes asked for, as many counted and none more"
