@@ -172,6 +172,7 @@ OPTIONS = {
     "plain": {},
     "everything": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "odd vocabulary": {"vocab_size": 129, "tie_word_embeddings": True},
+    "norms of heads": {"family": "qwen3"},
     "experts": {"family": "qwen3_moe"},
 }
 
