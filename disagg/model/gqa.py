@@ -52,8 +52,11 @@ class DecoderLayer:
 
 
 class LlamaModel:
-    """A model of these families for inference, or one rank's share of it. `config` is the shape of
-    the whole model, `num_qo_heads` counts this rank's query heads. It keeps nothing between calls."""
+    """A model of these families for inference, or one rank's share of it.
+
+    `config` is the shape of the whole model, `num_qo_heads` counts this rank's query heads. It
+    keeps nothing between calls.
+    """
 
     def __init__(self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup) -> None:
         """Take the weights through `read`; ValueError if one is missing or of a wrong shape."""
