@@ -4,11 +4,13 @@ verbs runs on the RDMA devices that RDMA_DEVICES names ("rxe0/1/1 rxe1/1/1": nam
 the engines taking turns; without, on fakes.
 """
 
+import gc
 import itertools
 import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -59,6 +61,12 @@ def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
     """Makes engines with a NIC each."""
     nic, opening = nic_maker(), {"opening_timeout": PATIENCE * OPENING_TIMEOUT_SECONDS}
     return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **opening | options)
+
+
+def open_descriptors() -> int:
+    """How many file descriptors this process has, without those of what earlier tests dropped."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def write(

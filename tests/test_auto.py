@@ -17,7 +17,7 @@ from disagg.transfer.tcp import TcpLink
 from disagg.transfer.topology import RdmaFlags
 from disagg.transfer.verbs import VerbsLink
 from tests import sysfs_trees
-from tests.engines import auto_engine, write
+from tests.engines import auto_engine, open_descriptors, write
 from tests.fake_verbs import Fabric, FakeMachine
 from tests.test_transfer_conformance import Node, World
 
@@ -140,7 +140,7 @@ def test_the_host_identity_is_of_host_network_and_user(monkeypatch):
 
 def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
     """Neither a lease nor a key that still opens the door."""
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     dialler, listener = node(world, "auto"), node(world, "tcp")
     assert kind_of_link(world, dialler, listener) is TcpLink
     for each in world.nodes:
@@ -148,7 +148,7 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
         assert not connection.joins
         assert len(each.engine._peers) == 1
     # Of each: memory and its mapping, epoll, eventfd, two connections; and one listener.
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2 * 6 + 1
+    assert open_descriptors() == before + 2 * 6 + 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -20,7 +20,7 @@ from disagg.transfer.control import ACCEPT_PAUSE_SECONDS
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
 from disagg.transfer.lease import HeldLease
 from disagg.transfer.waiter import READABLE
-from tests.engines import shm_engine, tcp_engine
+from tests.engines import open_descriptors, shm_engine, tcp_engine
 from tests.nodes import HeldNode, node_config, wait_until
 from tests.test_transfer_conformance import World
 from tests.tiny_models import make_tiny_llama
@@ -30,10 +30,6 @@ from tests.tiny_models import make_tiny_llama
 def world() -> Iterator[World]:
     with contextlib.closing(World(shm_engine)) as world:
         yield world
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @contextlib.contextmanager

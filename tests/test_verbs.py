@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, 
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
-from tests.engines import write
+from tests.engines import open_descriptors, write
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
 
@@ -590,17 +589,13 @@ def test_opening_and_closing_leaves_nothing(fabric):
             world.close()
         fabric.held = False
 
-    def descriptors():
-        gc.collect()  # what earlier tests left
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     once("close")
-    before = descriptors()
+    before = open_descriptors()
     for turn in range(50):
         once({10: "error", 20: "scope"}.get(turn, "close"))
         assert not any(fabric.open.values()), (turn, fabric.open)
         assert not fabric.memory
-    assert descriptors() == before
+    assert open_descriptors() == before
 
 
 def test_nothing_is_left_of_links_that_were_not_chosen_or_not_built(world, start, fabric):
