@@ -16,12 +16,16 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer of the Llama and Qwen3 families.
+    """Shape of a decoder-only transformer; names that Hugging Face configs have mean the same.
 
     `max_positions` is the longest sequence (prompt and output, tokens) the model may see.
-    `rope_parameters` is as in Hugging Face configs: `rope_theta`, and `rope_type` "default", or
-    "llama3" with its four factors. So are the names that are the same there. `qk_norm` says whether
-    each head's q and k are normalized; `moe_layers` have experts in place of one MLP.
+    `rope_frequencies` are the radians per position of each pair of a head's elements, and
+    `rope_factor` is what sines and cosines are multiplied by. `qk_norm` says whether each head's q
+    and k are normalized; `moe_layers` have experts in place of one MLP; `router_bias` says that
+    they are chosen with a bias, from groups.
+
+    With MLA `kv_lora_rank` is above 0, and the KV of a token is one head with one vector of
+    `head_dim` = `kv_lora_rank + qk_rope_head_dim` elements.
     """
 
     vocab_size: int
@@ -34,6 +38,9 @@ class ModelConfig:
     max_positions: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
+    rope_frequencies: tuple[float, ...]
+    rope_factor: float = 1.0
+    rope_interleave: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -44,6 +51,23 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    router_bias: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    n_shared_experts: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    num_mtp_layers: int = 0
+    weight_block_size: tuple[int, int] | None = None
+
+    @property
+    def num_kv_vectors(self) -> int:
+        """Vectors of a head in the KV of a token: K and V, or the one latent of MLA."""
+        return 1 if self.kv_lora_rank else 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,15 @@ A rank's KV region is one block of memory. A layer is an offset in it, a page an
              | page 0 | page 1 | ... | page n-1 | page 0 | ...
     HND page | head 0: K [page_size, head_dim], V [page_size, head_dim] | head 1: K, V | ...
     NHD page | K: token 0 [heads, head_dim], token 1, ...               | V: token 0, token 1, ...
+    MLA page | token 0 [head_dim], token 1, ...
 
 HND (the default) keeps a head's K and V together, so a range of heads is one contiguous run of
-bytes. In NHD a range of heads is one run for every token, for K and for V.
+bytes. In NHD a range of heads is one run for every token, for K and for V. With MLA (multi-head
+latent attention) a token has one vector, K and V of all heads in one: both orders are the same.
 """
 
 import enum
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +35,8 @@ class PageOrder(enum.StrEnum):
 class KVLayout:
     """Byte layout of one rank's KV region for one model.
 
-    `num_kv_heads` counts the heads this rank holds; `itemsize` is bytes per element.
+    `num_kv_heads` counts the heads this rank holds; `itemsize` is bytes per element. A head has
+    `num_vectors` vectors a token: K and V or, as the one head of MLA, a latent.
     """
 
     order: PageOrder
@@ -42,18 +46,22 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     itemsize: int
+    num_vectors: int = 2
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int]:
-        """One page: `[heads, 2, page_size, head_dim]` or `[2, page_size, heads, head_dim]`."""
+    def page_shape(self) -> tuple[int, ...]:
+        """One page: `[heads, 2, page_size, head_dim]`, `[2, page_size, heads, head_dim]` or, MLA,
+        `[page_size, head_dim]`."""
+        if self.num_vectors == 1:
+            return (self.page_size, self.head_dim)
         if self.order == PageOrder.HND:
             return (self.num_kv_heads, 2, self.page_size, self.head_dim)
         return (2, self.page_size, self.num_kv_heads, self.head_dim)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer: K and V of `page_size` tokens for every head."""
-        return self.num_kv_heads * 2 * self.page_size * self.head_dim * self.itemsize
+        """Bytes of one page of one layer."""
+        return math.prod(self.page_shape) * self.itemsize
 
     @property
     def layer_bytes(self) -> int:

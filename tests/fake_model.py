@@ -38,6 +38,7 @@ def fake_config(**overrides) -> ModelConfig:
         "max_positions": 64,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_frequencies": (1.0, 0.01),
     }
     return ModelConfig(**(shape | overrides))
 

@@ -30,7 +30,7 @@ def layout(order: PageOrder) -> KVLayout:
 
 
 def attention_for(order: PageOrder, dtype: torch.dtype = torch.float32) -> TorchPagedAttention:
-    return TorchPagedAttention(layout(order), num_qo_heads=NUM_QO_HEADS, dtype=dtype)
+    return TorchPagedAttention(layout(order), group_size=NUM_QO_HEADS // NUM_KV_HEADS, dtype=dtype)
 
 
 def token_kv(pages: Tensor, order: PageOrder, page: int, offset: int) -> Tensor:

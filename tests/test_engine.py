@@ -718,9 +718,8 @@ def test_a_llama_gives_the_tokens_of_transformers(llama, split, budget, order):
 
     def make_runner(cache: CacheConfig) -> Runner:
         kv_cache = KVCache(cache, model.config)
-        num_qo_heads = model.config.num_qo_heads
         attention = TorchPagedAttention(
-            kv_cache.layout, num_qo_heads=num_qo_heads, dtype=torch.float32
+            kv_cache.layout, group_size=model.group_size, dtype=torch.float32
         )
         return Runner(model, attention, kv_cache, LayerCounter())
 

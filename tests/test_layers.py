@@ -2,70 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from disagg.model.layers import (
     GatedMLP,
     Linear,
     RMSNorm,
-    apply_rope,
+    Rope,
     compute_dtype,
     read_columns,
-    rope_frequencies,
-    rope_tables,
 )
 from disagg.model.rank_group import RankGroup
 
 PLAIN = {"rope_type": "default", "rope_theta": 5000.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
 
 
-@pytest.mark.parametrize("parameters", [PLAIN, LLAMA3])
-def test_rope_equals_transformers(parameters: dict[str, Any]) -> None:
-    config = LlamaConfig(
-        hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=parameters
+@pytest.mark.parametrize(
+    ("apply", "interleaved"),
+    [(apply_rotary_pos_emb, False), (apply_rotary_pos_emb_interleave, True)],
+)
+def test_rope_equals_transformers(apply: Callable[..., Any], interleaved: bool) -> None:
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=64, num_attention_heads=2, head_dim=32, rope_parameters=PLAIN)
     )
     positions = torch.tensor([0, 1, 2, 63, 64, 1000, 7, 5000])
     x = torch.randn(len(positions), 2, 32, generator=torch.Generator().manual_seed(0))
-    cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
-    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    cos, sin = rotary(x, positions[None])
+    q = x.transpose(0, 1)[None]
+    expected = apply(q, q, 0.5 * cos, 0.5 * sin)[0][0].transpose(0, 1)
 
-    frequencies = rope_frequencies(32, parameters)
-    apply_rope(x, *rope_tables(positions, frequencies, torch.float32))
+    rope = Rope(torch.outer(positions, rotary.inv_freq), 0.5, interleaved, torch.float32)
+    rope(x)
 
-    torch.testing.assert_close(x.transpose(0, 1)[None], expected, rtol=0, atol=1e-4)
-
-
-def test_llama3_scaling_keeps_fast_pairs_slows_slow_ones_and_blends_between() -> None:
-    plain = rope_frequencies(32, PLAIN)
-    scaled = rope_frequencies(32, LLAMA3)
-    turns = 256 * plain / (2 * torch.pi)
-    fast, slow = turns >= 4, turns <= 1
-    assert fast.any() and slow.any() and (~fast & ~slow).any(), "the case must have all three"
-    assert torch.equal(scaled[fast], plain[fast])
-    torch.testing.assert_close(scaled[slow], plain[slow] / 8)
-    between = (scaled / plain)[~fast & ~slow]
-    assert ((between > 1 / 8) & (between < 1)).all()
+    if interleaved:  # theirs puts the first of each pair in front, which changes no q . k
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    torch.testing.assert_close(x, expected, rtol=0, atol=1e-4)
 
 
-def test_rope_leaves_position_zero_and_lengths_alone() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_leaves_position_zero_and_lengths_alone(interleaved: bool) -> None:
     x = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(1))
-    tables = rope_tables(torch.tensor([0, 5, 9]), rope_frequencies(16, PLAIN), torch.float32)
+    angles = torch.outer(torch.tensor([0, 5, 9]), torch.rand(8))
     turned = x.clone()
-    apply_rope(turned, *tables)
+    Rope(angles, 1.0, interleaved, torch.float32)(turned)
     assert torch.equal(turned[0], x[0])
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from disagg.model.layers import GatedMLP, Linear
-from disagg.model.moe import MixtureOfExperts
+from disagg.model.moe import MixtureOfExperts, Router
 from disagg.model.rank_group import check_shares
 from disagg.model.shape import read_config
 from tests.tiny_models import loaded, make_tiny_llama
@@ -30,9 +30,8 @@ class Weights:
         experts = {
             n: GatedMLP(gate_up=Linear(self.gate_up[n]), down=Linear(self.down[n])) for n in numbers
         }
-        return MixtureOfExperts(
-            router=Linear(self.router), experts=experts, num_chosen=NUM_CHOSEN, normalize=normalize
-        )
+        router = Router(scores=Linear(self.router), num_chosen=NUM_CHOSEN, normalize=normalize)
+        return MixtureOfExperts(router=router, experts=experts)
 
     def one(self, x: torch.Tensor, normalize: bool) -> torch.Tensor:
         """Of one token."""

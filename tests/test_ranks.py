@@ -198,7 +198,7 @@ def test_a_rank_that_is_killed_while_there_is_nothing_to_do(model, rank):
     ],
 )
 def test_a_rank_that_fails_says_why(monkeypatch, model, fault, problem):
-    fault = f"from disagg.model import layers; layers.apply_rope = lambda *a: {fault}; "
+    fault = f"from disagg.model import layers; layers.Rope = lambda *a: {fault}; "
     monkeypatch.setattr(Ranks, "program", fault + Ranks.program)
     with Node(node_config(model, tp=2)) as node:
         answer = ask(node, prompt_of(9), 6)

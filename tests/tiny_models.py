@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -24,8 +26,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from disagg.model.gqa import LlamaModel
 from disagg.model.shape import read_config
+from disagg.model.transformer import Transformer
 from disagg.model.weights import load_model
 
 #: A rope scaling that changes every frequency band at the tiny models' lengths.
@@ -35,6 +37,19 @@ LLAMA3_ROPE = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+#: Likewise, in the way of DeepSeek-V3, the two mscales not alike.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 8,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
     "original_max_position_embeddings": 64,
 }
 
@@ -52,6 +67,28 @@ FAMILIES = {
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "rope_parameters": YARN_ROPE,
+            "num_nextn_predict_layers": 0,
         },
     ),
 }
@@ -99,11 +136,14 @@ def make_tiny_llama(
                 torch.nn.init.normal_(parameter, std=0.5)
             elif name.endswith("norm.weight"):
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def loaded(folder: Path, dtype: str) -> LlamaModel:
+def loaded(folder: Path, dtype: str) -> Transformer:
     """The undivided model in a folder."""
     return load_model(folder, read_config(folder), dtype)
 

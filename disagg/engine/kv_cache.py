@@ -49,6 +49,7 @@ class KVCache(Resource):
             num_kv_heads=len(heads_of_rank(model.num_kv_heads, tp, 0)),
             head_dim=model.head_dim,
             itemsize=ITEMSIZE[config.dtype],
+            num_vectors=model.num_kv_vectors,
         )
         self.tail_layout = TailLayout(
             num_slots=config.num_tail_slots,

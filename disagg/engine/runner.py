@@ -21,8 +21,8 @@ from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.sampling import Sampled, sample
 from disagg.engine.scheduler import Span
 from disagg.model.attention import TorchPagedAttention
-from disagg.model.gqa import LlamaModel
 from disagg.model.rank_group import RankGroup
+from disagg.model.transformer import Transformer
 from disagg.model.weights import load_model
 from disagg.trace import Trace
 
@@ -37,9 +37,8 @@ def make_runner(
     """The model in `folder`, loaded in the dtype of the cache, to compute in that memory; with a
     `group`, this rank's share of the model. ValueError as `load_model`."""
     model = load_model(folder, kv_cache.model, kv_cache.dtype, group)
-    attention = TorchPagedAttention(
-        kv_cache.layout, num_qo_heads=model.num_qo_heads, dtype=getattr(torch, kv_cache.dtype)
-    )
+    layout, dtype = kv_cache.layout, getattr(torch, kv_cache.dtype)
+    attention = TorchPagedAttention(layout, group_size=model.group_size, dtype=dtype)
     return Runner(model, attention, kv_cache, counter, trace)
 
 
@@ -49,7 +48,7 @@ class Runner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Transformer,
         attention: TorchPagedAttention,
         kv_cache: KVCache,
         counter: LayerCounter,

@@ -53,10 +53,12 @@ class Slice:
         return src.ravel(), dst.ravel()
 
 
-def page_of(order: str, page_size: int, num_kv_heads: int, vector_bytes: int) -> Page:
-    """A page of K and V vectors of `vector_bytes` each, for all heads of the model."""
-    rows = 1 if order == PageOrder.HND else 2 * page_size
-    return rows, num_kv_heads, 2 * page_size * vector_bytes // rows
+def page_of(
+    order: str, page_size: int, num_kv_heads: int, vector_bytes: int, num_vectors: int = 2
+) -> Page:
+    """A page for all heads of the model, each with `num_vectors` of `vector_bytes` a token."""
+    rows = 1 if order == PageOrder.HND else num_vectors * page_size
+    return rows, num_kv_heads, num_vectors * page_size * vector_bytes // rows
 
 
 def make_plan(page: Page, source_tp: int, destination_tp: int) -> tuple[tuple[Slice, ...], ...]:

@@ -6,11 +6,12 @@ and attends over them.
     positions   [range(29, 32), range(4, 5)]   request 0 brings 3 tokens, request 1 brings 1
     page_lists  [[7, 2], [4]]                  of 16 tokens: request 0 fills its last page
 
-A request's new tokens are its last ones; each sees itself and all before it.
+A request's new tokens are its last ones; each sees itself and all before it. "K and V" is with MLA
+the one latent of a token, and `mla.py` has the mathematics of that.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -25,37 +26,60 @@ from disagg.model.layers import compute_dtype
 
 Ints = npt.NDArray[np.int64]
 
+#: Dense attention of requests with as many new tokens. `q` `[B, qo_len, num_qo_heads, any]` attends
+#: over `kv` `[K or V, B, num_kv_heads, kv_len, head_dim]`; `mask` `[B, 1, qo_len * group_size,
+#: kv_len]` is added to the scores. Returns `[B, qo_len, num_qo_heads, any]`.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
     """Requests that are computed in one call: equal `qo_len`, similar numbers of pages.
 
-    `split` is the shape of their queries, `[B, qo_len, num_kv_heads, group_size, head_dim]`;
-    `tokens` int64 `[B * qo_len]` are their rows in the step; `rows` int64 are the rows of the
-    layer's pages that make up their padded K and V; `mask` is added to the scores.
+    `shape` is `(B, qo_len)`; `tokens` int64 `[B * qo_len]` are their rows in the step; `rows` int64
+    are the rows of the layer's pages that make up their padded K and V; `mask` is added to the
+    scores.
     """
 
-    split: tuple[int, ...]
+    shape: tuple[int, int]
     tokens: Tensor
     rows: Tensor
     mask: Tensor  # [B, 1, qo_len * group_size, padded kv_len]: 0 or -inf
 
 
+def attend_heads(q: Tensor, kv: Tensor, mask: Tensor) -> Tensor:
+    """`Attend` for heads that have K and V (grouped-query attention)."""
+    batch, qo_len, num_qo_heads, head_dim = q.shape
+    k, v = kv
+    num_kv_heads = k.shape[1]
+    group_size = num_qo_heads // num_kv_heads
+    # The query heads of a KV head become further queries of that head: no copies of K and V.
+    if qo_len == 1:
+        folded = q.reshape(batch, num_kv_heads, group_size, head_dim)
+    else:
+        split = q.reshape(batch, qo_len, num_kv_heads, group_size, head_dim)
+        folded = split.transpose(1, 2).flatten(2, 3)
+    output = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
+    if qo_len > 1:
+        output = output.view(batch, num_kv_heads, qo_len, group_size, head_dim).transpose(1, 2)
+    return output.reshape(q.shape)
+
+
 class TorchPagedAttention:
     """Attention over pages of either order, on the CPU. One object serves all layers of a step.
 
-    It gathers each request's pages into a padded tensor and leaves the rest to torch's own
-    attention. Requests with as many new tokens (all decodes, above all) are computed together.
+    It gathers each request's pages into a padded tensor and leaves the rest to dense attention.
+    Requests with as many new tokens (all decodes, above all) are computed together.
     """
 
-    def __init__(self, layout: KVLayout, *, num_qo_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, layout: KVLayout, *, group_size: int, dtype: torch.dtype) -> None:
         """`layout` says how pages look; `dtype` is that of pages. q, k and v are in the dtype that
-        such a model is computed in (`layers.compute_dtype`). `num_qo_heads` is a multiple of the KV
-        heads."""
+        such a model is computed in (`layers.compute_dtype`). `group_size` is how many query heads
+        share a KV head: 1 with MLA, where each makes its own of the latent."""
         self._layout = layout
         self._dtype = dtype
         self._compute_dtype = compute_dtype(dtype)
-        self._group_size = num_qo_heads // layout.num_kv_heads
+        self._group_size = group_size
         # In HND a head's K of a page is one run of bytes.
         self._tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
 
@@ -69,7 +93,8 @@ class TorchPagedAttention:
             )
         page = np.array([pages[place // page_size] for new, pages in step for place in new])
         offset = np.array([place % page_size for new in positions for place in new])
-        heads, kv = np.arange(self._layout.num_kv_heads), np.arange(2)[:, None]
+        heads = np.arange(self._layout.num_kv_heads)
+        kv = np.arange(self._layout.num_vectors)[:, None]
         new_rows = self._token_rows(page[:, None, None], kv, heads, offset[:, None, None])
         self._new_rows = torch.from_numpy(new_rows.ravel())
         started, filled = page[offset == 0], page[offset == page_size - 1]
@@ -94,8 +119,8 @@ class TorchPagedAttention:
     def append(self, kv: Tensor, pages: Tensor) -> None:
         """Write the step's new K and V into a layer's pages.
 
-        `kv` is `[T, 2 * num_kv_heads, head_dim]`, the heads of K, then those of V; `pages` is the
-        layer's `[num_pages, *page_shape]`, contiguous.
+        `kv` is `[T, 2 * num_kv_heads, head_dim]`, the heads of K, then those of V, or latents `[T,
+        1, head_dim]`; `pages` is the layer's `[num_pages, *page_shape]`, contiguous.
         """
         if self._partial_pages.shape[0]:
             # A padded gather multiplies what lies behind the last token by zero, and zero times
@@ -104,32 +129,24 @@ class TorchPagedAttention:
         new = kv.to(self._dtype).reshape(-1, self._layout.head_dim)
         pages.view(-1, self._layout.head_dim).index_copy_(0, self._new_rows, new)
 
-    def run(self, q: Tensor, pages: Tensor) -> Tensor:
-        """Attend with `q` `[T, num_qo_heads, head_dim]`; returns a tensor of the same shape."""
+    def run(self, q: Tensor, pages: Tensor, attend: Attend = attend_heads) -> Tensor:
+        """Attend with `q` `[T, num_qo_heads, head_dim]`; returns `[T, num_qo_heads, head_dim]`, or
+        what `attend` makes of such a `q`."""
         if len(self._groups) == 1:
-            return self._run_group(self._groups[0], q, pages)
-        outputs = [self._run_group(group, q[group.tokens], pages) for group in self._groups]
+            return self._run_group(self._groups[0], q, pages, attend)
+        outputs = [self._run_group(group, q[group.tokens], pages, attend) for group in self._groups]
         return torch.cat(outputs)[self._order]
 
-    def _run_group(self, group: _Group, q: Tensor, pages: Tensor) -> Tensor:
+    def _run_group(self, group: _Group, q: Tensor, pages: Tensor, attend: Attend) -> Tensor:
         """Attention of one group: q `[B * qo_len, num_qo_heads, head_dim]`, output likewise."""
-        batch, qo_len, num_kv_heads, group_size, head_dim = group.split
-        runs = pages.view(-1, self._tokens_per_row * head_dim)
+        layout = self._layout
+        runs = pages.view(-1, self._tokens_per_row * layout.head_dim)
         kv = runs.index_select(0, group.rows).to(q.dtype)
-        k, v = kv.view(2, batch, num_kv_heads, -1, head_dim)
-        # The query heads of a KV head become further queries of that head: no copies of K and V.
-        if qo_len == 1:
-            folded = q.reshape(batch, num_kv_heads, group_size, head_dim)
-        else:
-            folded = q.reshape(group.split).transpose(1, 2).flatten(2, 3)
-        output = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
-        if qo_len > 1:
-            output = output.view(batch, num_kv_heads, qo_len, group_size, head_dim).transpose(1, 2)
-        return output.reshape(q.shape)
+        kv = kv.view(layout.num_vectors, group.shape[0], layout.num_kv_heads, -1, layout.head_dim)
+        return attend(q.view(*group.shape, *q.shape[1:]), kv, group.mask).flatten(0, 1)
 
     def _plan_group(self, tokens: Ints, positions: Ints, page_lists: list[Sequence[int]]) -> _Group:
         """`tokens` and `positions` are `[B, qo_len]`: of each query in the step and its request."""
-        num_kv_heads, head_dim = self._layout.num_kv_heads, self._layout.head_dim
         # Pad with a page of the same request: it holds nothing but the request's own numbers.
         padded = max(len(pages) for pages in page_lists)
         table = np.array([[*p, *[p[-1]] * (padded - len(p))] for p in page_lists])
@@ -139,7 +156,7 @@ class TorchPagedAttention:
         mask = torch.zeros(visible.shape, dtype=self._compute_dtype)
         mask.masked_fill_(torch.from_numpy(~visible), float("-inf"))
         return _Group(
-            split=(*positions.shape, num_kv_heads, self._group_size, head_dim),
+            shape=positions.shape,
             tokens=torch.from_numpy(tokens.ravel()),
             rows=torch.from_numpy(self._gather_rows(table).ravel()),
             mask=mask,
@@ -147,16 +164,19 @@ class TorchPagedAttention:
 
     def _token_rows(self, page: Ints, kv: Ints, head: Ints, offset: Ints) -> Ints:
         """Where a head's K (kv 0) or V (kv 1) of a token is, in rows of `head_dim` elements."""
-        page_size, num_kv_heads = self._layout.page_size, self._layout.num_kv_heads
-        if self._layout.order == PageOrder.HND:
-            return ((page * num_kv_heads + head) * 2 + kv) * page_size + offset
-        return ((page * 2 + kv) * page_size + offset) * num_kv_heads + head
+        layout = self._layout
+        if layout.order == PageOrder.HND:
+            vector = (page * layout.num_kv_heads + head) * layout.num_vectors + kv
+            return vector * layout.page_size + offset
+        token = (page * layout.num_vectors + kv) * layout.page_size + offset
+        return token * layout.num_kv_heads + head
 
     def _gather_rows(self, table: Ints) -> Ints:
         """Runs of `_tokens_per_row` tokens that make up K, then V, of `[B, num_pages]` page lists:
-        `[2, B, num_kv_heads, num_pages, runs in a page]`."""
+        `[num_vectors, B, num_kv_heads, num_pages, runs in a page]`."""
+        vectors, heads = self._layout.num_vectors, self._layout.num_kv_heads
         kv, _, head, _, offset = np.ogrid[
-            :2, :1, : self._layout.num_kv_heads, :1, : self._layout.page_size : self._tokens_per_row
+            :vectors, :1, :heads, :1, : self._layout.page_size : self._tokens_per_row
         ]
         rows = self._token_rows(table[:, None, :, None], kv, head, offset)
         return rows // self._tokens_per_row

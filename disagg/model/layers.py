@@ -1,17 +1,17 @@
 """The parts that every decoder-only model here is made of, as plain tensors and plain functions.
 
 Linear maps (several of a checkpoint's matrices fused into one), the gated MLP, rotary position
-embedding. How they are put together is `gqa.py`; where tensors come from is `weights.py`.
+embedding. How they are put together is `transformer.py`; where tensors come from is `weights.py`.
 
-    rope, one head of one token, halves a and b:   a' = a cos - b sin
-                                                   b' = b cos + a sin
+    rope, one head of one token, pairs (a, b):   a' = a cos - b sin
+                                                 b' = b cos + a sin
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,15 @@ Cut = Callable[[Tensor], Tensor]
 class ReadTensor(Protocol):
     """Reads a checkpoint's tensor by its Hugging Face name, in the dtype the model runs in."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
+    def __call__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Cut = lambda tensor: tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """The tensor, or what `cut` makes of it: no more than that is read and converted.
-        ValueError if it is missing or not of that shape."""
+        ValueError if it is missing or not of that shape. `dtype` is another than the model's."""
 
 
 def compute_dtype(stored: torch.dtype) -> torch.dtype:
@@ -156,40 +162,46 @@ def read_row(
     return Linear(weight, added if group.rank == 0 else None)
 
 
-def rope_frequencies(head_dim: int, rope: Mapping[str, Any]) -> Tensor:
-    """Radians per position of each pair of a head's elements: float32 `[head_dim / 2]`.
-
-    `rope` is `ModelConfig.rope_parameters`.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies: Tensor = 1.0 / rope["rope_theta"] ** exponents
-    if rope["rope_type"] == "default":
-        return frequencies
-    # Llama 3: a pair that turns at least high_freq_factor times within the original context stays,
-    # one that turns less than low_freq_factor times is slowed by `factor`, between is a blend.
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies.mul(keep + (1 - keep) / rope["factor"])
+def read_norm(read: ReadTensor, name: str, size: int, eps: float) -> RMSNorm:
+    """ValueError as `ReadTensor`."""
+    return RMSNorm(read(f"{name}.weight", (size,)), eps)
 
 
-def rope_tables(
-    positions: Tensor, frequencies: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for `apply_rope`, each `[T, 1, head_dim]`; positions int64 `[T]`.
-
-    Made once per step and shared by all layers. A table of all positions would save a few small
-    operations and cost 128 MB at a context of 131072.
-    """
-    angles = torch.outer(positions.float(), frequencies)  # [T, head_dim / 2]
-    cos, sin = angles.cos(), angles.sin()
-    return (
-        torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
-        torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1),
+def read_mlp(
+    read: ReadTensor, group: RankGroup, prefix: str, hidden: int, size: int, bias: bool = False
+) -> GatedMLP:
+    """This rank's part of an MLP with `size` features between its maps. ValueError as
+    `read_columns`."""
+    gate_up = {"gate_proj": size, "up_proj": size}
+    return GatedMLP(
+        gate_up=read_columns(read, group, prefix, gate_up, hidden, bias),
+        down=read_row(read, group, f"{prefix}down_proj", (hidden, size), bias),
     )
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn each head of `x` `[T, num_heads, head_dim]` to its token's position, in place."""
-    # Rolling by half a head puts b in front of a; the sign of its sine is in the table.
-    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=x)
+class Rope:
+    """Rotary position embedding of the tokens of one step, the same in all layers.
+
+    A table of all positions would save a few small operations and cost 128 MB at a context of
+    131072.
+    """
+
+    def __init__(
+        self, angles: Tensor, factor: float, interleaved: bool, dtype: torch.dtype
+    ) -> None:
+        """`angles` is float32 `[T, head_dim / 2]`; sines and cosines are multiplied by `factor`.
+        Pairs are halves of a head or, `interleaved`, neighbours."""
+        self._interleaved = interleaved
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        tables = (cos, cos), (-sin, sin)  # of a pair's first and second
+        join = partial(torch.stack, dim=-1) if interleaved else partial(torch.cat, dim=-1)
+        self._cos, self._sin = (join(table).flatten(1).to(dtype).unsqueeze(1) for table in tables)
+
+    def __call__(self, x: Tensor) -> None:
+        """Turn each head of `x` `[T, num_heads, head_dim]` to its token's position, in place."""
+        if self._interleaved:
+            others = x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+        else:
+            others = x.roll(x.shape[-1] // 2, dims=-1)
+        # The sign of the sine is in the table.
+        torch.addcmul(x * self._cos, others, self._sin, out=x)

@@ -1,11 +1,11 @@
 """Mixture of experts: a router sends each token to a few of many small MLPs.
 
     x [T, H] --router--> k experts a token, and their weights
-    tokens     0  1  2            expert 3: tokens 0 2  --MLP--> x weight --.
-    experts   3,5 1,3 5,3   ->    expert 5: tokens 0 2  --MLP--> x weight --+--> added to the
-                                  expert 1: token 1     --MLP--> x weight --'    tokens' rows
+    tokens     0  1  2            expert 1: token 1     --MLP--.
+    experts   3,5 1,3 5,3   ->    expert 3: tokens 0 1 2 -MLP--+--> weighted sum of each token's
+                                  expert 5: tokens 0 2  --MLP--'
 
-Tokens are grouped by expert, so there is one MLP call for each expert that has any. The experts are
+Rows are sorted by expert, so there is one MLP call for each expert that has any. The experts are
 shared by the ranks of a group; what a rank returns is a part of a sum, as of a row-parallel map.
 """
 
@@ -15,35 +15,104 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from disagg.model.layers import GatedMLP, Linear
+from disagg.config import ModelConfig
+from disagg.model.layers import GatedMLP, Linear, ReadTensor, read_mlp
+from disagg.model.rank_group import RankGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Chooses experts: those of the largest softmax (Qwen3-MoE) or, with a `bias`, of the largest
+    sigmoid plus bias (DeepSeek-V3, section 2.1.2 of its report), in float32.
+
+    With a bias, the experts stand in `num_groups` groups, and only the `num_groups_chosen` best
+    ones count, by the sum of their two best experts. The bias chooses; it is in no weight. Weights
+    are made to sum up to 1 if `normalize`, then multiplied by `factor`.
+    """
+
+    scores: Linear
+    num_chosen: int
+    normalize: bool
+    bias: Tensor | None = None
+    num_groups: int = 1
+    num_groups_chosen: int = 1
+    factor: float = 1.0
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights, float32, and numbers of the experts of `[T, hidden_size]`: `[T, k]` each."""
+        scores = self.scores(x.float())  # [T, num_experts]
+        if self.bias is None:
+            weights, chosen = scores.softmax(-1).topk(self.num_chosen)
+        else:
+            scores = scores.sigmoid()
+            groups = (scores + self.bias).view(len(x), self.num_groups, -1)
+            best = groups.topk(2).values.sum(-1).topk(self.num_groups_chosen).indices
+            closed = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, best, False)
+            open_scores = groups.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+            chosen = open_scores.topk(self.num_chosen).indices
+            weights = scores.gather(1, chosen)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.factor, chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """`router` maps to a score for each expert of the model; `experts` are this rank's, by number.
+    """`experts` are this rank's, by number; `shared`, its part of an MLP that all tokens pass."""
 
-    The weights of the `num_chosen` experts of a token are their probabilities (softmax over all
-    experts); with `normalize` they are made to sum up to 1.
-    """
-
-    router: Linear
+    router: Router
     experts: Mapping[int, GatedMLP]
-    num_chosen: int
-    normalize: bool
+    shared: GatedMLP | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to this rank's part of the same shape."""
-        weights, chosen = self.router(x).float().softmax(-1).topk(self.num_chosen)  # [T, k] each
-        if self.normalize:
-            weights /= weights.sum(-1, keepdim=True)
-        weights = weights.to(x.dtype).flatten()
-        order = chosen.flatten().argsort(stable=True)  # places in [T * k], by expert
-        ends = chosen.flatten()[order].bincount().cumsum(0).tolist()
-        total = torch.zeros_like(x)
+        weights, chosen = self.router(x)
+        order = chosen.flatten().argsort()  # places in [T * k], by expert
+        ends = chosen.flatten().bincount().cumsum(0).tolist()
+        rows = x[order // chosen.shape[1]]
+        outputs = torch.zeros_like(rows)
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start < end and expert in self.experts:
-                places = order[start:end]
-                tokens = places // self.num_chosen
-                outputs = self.experts[expert](x[tokens]) * weights[places, None]
-                total.index_add_(0, tokens, outputs)
-        return total
+                outputs[start:end] = self.experts[expert](rows[start:end])
+        by_token = outputs[order.argsort()].view(*chosen.shape, -1)  # [T, k, hidden_size]
+        total = (weights.to(x.dtype).unsqueeze(1) @ by_token).squeeze(1)
+        return total if self.shared is None else total + self.shared(x)
+
+
+def read_experts(
+    config: ModelConfig, read: ReadTensor, group: RankGroup, prefix: str
+) -> MixtureOfExperts:
+    """Whole experts: a rank has some of them, and of the others nothing but their names. ValueError
+    as `ReadTensor`."""
+    hidden, size, shared = config.hidden_size, config.moe_intermediate_size, None
+    router = read(f"{prefix}gate.weight", (config.num_experts, hidden), dtype=torch.float32)
+    bias = None
+    if config.router_bias:
+        name = f"{prefix}gate.e_score_correction_bias"
+        bias = read(name, (config.num_experts,), dtype=torch.float32)
+    mine = group.cut(torch.arange(config.num_experts), 0).tolist()
+    experts = {}
+    for number in range(config.num_experts):
+        expert = f"{prefix}experts.{number}."
+        if number in mine:
+            experts[number] = read_mlp(read, RankGroup(), expert, hidden, size)
+        else:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shape = (hidden, size) if name == "down_proj" else (size, hidden)
+                read(f"{expert}{name}.weight", shape, lambda weight: weight[:0])
+    if config.n_shared_experts:
+        shared_size = config.n_shared_experts * size
+        shared = read_mlp(read, group, f"{prefix}shared_experts.", hidden, shared_size)
+    return MixtureOfExperts(
+        router=Router(
+            scores=Linear(router),
+            num_chosen=config.num_experts_per_tok,
+            normalize=config.norm_topk_prob,
+            bias=bias,
+            num_groups=config.n_group,
+            num_groups_chosen=config.topk_group,
+            factor=config.routed_scaling_factor,
+        ),
+        experts=experts,
+        shared=shared,
+    )

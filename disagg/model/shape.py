@@ -2,22 +2,32 @@
 
     folder | config.json [generation_config.json] -> ModelConfig
 
-Whatever the model could only compute wrongly (an unknown architecture, quantised weights) is
-refused by name. Tensors are `weights.py`.
+Whatever the model could only compute wrongly (an unknown architecture, rope scaling or
+quantisation) is refused by name. Tensors are `weights.py`.
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from disagg.config import ModelConfig
 from disagg.model.weights import read_json
 
 #: What is computed here, as config.json has it under "model_type" and under "architectures".
-MODEL_TYPES = ("llama", "qwen3", "qwen3_moe")
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -33,11 +43,14 @@ def read_config(folder: Path) -> ModelConfig:
         text = str(error).partition("\n")[0]
         raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
     _refuse_unsupported(folder, config)
+    frequencies, factor = _rope(config)
     eos = config.eos_token_id
     if (folder / "generation_config.json").exists():
         eos = read_json(folder, "generation_config.json").get("eos_token_id", eos)
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    # What is null there is "none" here.
+    shape = {name: value for name, value in shape.items() if value is not None}
     # Names that are ours alone: if a config has one of them too, it means something else there.
     shape |= {
         "num_layers": config.num_hidden_layers,
@@ -45,18 +58,50 @@ def read_config(folder: Path) -> ModelConfig:
         "num_kv_heads": config.num_key_value_heads,
         "max_positions": config.max_position_embeddings,
         "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
-        "qk_norm": config.model_type != "llama",
+        "rope_frequencies": frequencies,
+        "rope_factor": factor,
+        "qk_norm": config.model_type in ("qwen3", "qwen3_moe"),
         "moe_layers": tuple(_moe_layers(config)),
     }
+    if config.model_type == "deepseek_v3":
+        shape |= {
+            "num_kv_heads": 1,
+            "head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
+            "num_experts": config.n_routed_experts,
+            "router_bias": True,
+        }
+    if quantization := getattr(config, "quantization_config", None):
+        shape["weight_block_size"] = tuple(quantization["weight_block_size"])
+    if shape.get("num_mtp_layers"):
+        logger.warning(
+            "%s: its num_nextn_predict_layers (%d) are not used; only the model's own layers are",
+            folder,
+            shape["num_mtp_layers"],
+        )
     return ModelConfig(**shape)
 
 
 def _moe_layers(config: PreTrainedConfig) -> Iterator[int]:
-    if config.model_type == "qwen3_moe":
-        for layer in range(config.num_hidden_layers):
+    for layer in range(config.num_hidden_layers):
+        if config.model_type == "deepseek_v3":
+            has_experts = layer >= config.first_k_dense_replace
+        elif config.model_type == "qwen3_moe":
             is_dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
-            if not is_dense and config.num_experts:
-                yield layer
+            has_experts = not is_dense and config.num_experts > 0
+        else:
+            has_experts = False
+        if has_experts:
+            yield layer
+
+
+def _rope(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
+    """Radians per position of each pair of elements that is turned, and the factor of sines."""
+    rope, dim = config.rope_parameters, config.head_dim
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        return tuple((1.0 / rope["rope_theta"] ** exponents).tolist()), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    return tuple(frequencies.tolist()), factor
 
 
 def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
@@ -65,12 +110,17 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
         "architectures": tuple([name] for name in ARCHITECTURES),
         "model_type": MODEL_TYPES,
         "hidden_act": ("silu",),
-        "quantization_config": (None,),
         "sliding_window": (None,),
-        "rope_type": ("default", "llama3"),
+        "rope_type": ("default", "linear", "llama3", "yarn"),
         "partial_rotary_factor": (None, 1.0),
+        "scoring_func": (None, "sigmoid"),
+        "topk_method": (None, "noaux_tc"),
+        "quant_method": (None, "fp8"),
+        "fmt": (None, "e4m3"),
     }
+    quantization = getattr(config, "quantization_config", None) or {}
     asked = vars(config) | {"model_type": config.model_type} | (config.rope_parameters or {})
+    asked |= quantization
     for name, values in supported.items():
         if asked.get(name) not in values:
             raise ValueError(

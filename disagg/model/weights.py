@@ -12,6 +12,8 @@ takes is the model's to say. A tensor that is missing or left over is refused by
 import dataclasses
 import hashlib
 import json
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from tqdm import tqdm
 
 from disagg.config import ModelConfig
-from disagg.model.gqa import LlamaModel
 from disagg.model.layers import Cut
 from disagg.model.rank_group import RankGroup
+from disagg.model.transformer import Transformer
 
 #: dtypes of stored weights that `Checkpoint.read` converts.
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = torch.float8_e4m3fn
 
 #: Of each tensor, the fingerprint covers this many blocks of this many bytes, evenly spread.
 SAMPLED_BLOCKS = 16
@@ -35,15 +39,19 @@ SAMPLED_BLOCK_BYTES = 4096
 
 def load_model(
     folder: Path, config: ModelConfig, dtype: str, group: RankGroup | None = None
-) -> LlamaModel:
+) -> Transformer:
     """The model of shape `config` in `folder`, its weights in `dtype` ("float32" or "bfloat16");
     for one of a `group`, its share of them.
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
-    checkpoint = Checkpoint(folder, getattr(torch, dtype))
-    model = LlamaModel(config, checkpoint.read, group or RankGroup())
-    checkpoint.refuse_unread(tied=config.tie_word_embeddings)
+    checkpoint = Checkpoint(folder, config, getattr(torch, dtype))
+    group = group or RankGroup()
+    # Shown where somebody looks, and loading is not over at once.
+    hidden = True if group.rank else None
+    progress = partial(tqdm, desc="loading", unit="layer", disable=hidden, delay=1.0, leave=False)
+    model = Transformer(config, checkpoint.read, group, progress)
+    checkpoint.refuse_unread()
     return model
 
 
@@ -55,10 +63,10 @@ def fingerprint(folder: Path, config: ModelConfig) -> str:
     files does not count. Milliseconds for a model of 270 MB.
     """
     shape = dataclasses.asdict(config)
-    # These two say when to stop, not what to compute.
-    del shape["eos_token_ids"], shape["max_positions"]
+    # These two say when to stop, not what to compute; the third is another machine's arithmetic.
+    del shape["eos_token_ids"], shape["max_positions"], shape["rope_frequencies"]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for name, tensor in sorted(Checkpoint(folder, torch.float32).stored.items()):
+    for name, tensor in sorted(Checkpoint(folder, config, torch.float32).stored.items()):
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(_sample(tensor))
     return digest.hexdigest()[:32]
@@ -68,9 +76,10 @@ class Checkpoint:
     """The tensors of a folder, by name: `stored` as they lie in the mapped files, `read` in one
     dtype."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
         """Map the files; ValueError if one is missing or damaged."""
         self._folder = folder
+        self._config = config
         self._dtype = dtype
         self.stored: dict[str, Tensor] = {}
         for path in _weight_files(folder):
@@ -80,24 +89,51 @@ class Checkpoint:
                 raise ValueError(f"{path} is missing, damaged or half copied: {error}") from error
         self._unread = set(self.stored)
 
-    def read(self, name: str, shape: tuple[int, ...], cut: Cut | None = None) -> Tensor:
-        """A tensor, or a part of it, in the checkpoint's dtype (see `layers.ReadTensor`)."""
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Cut = lambda tensor: tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A tensor, or a part of it, in the checkpoint's dtype (see `layers.ReadTensor`). One of
+        float8 is multiplied by the scales of its blocks."""
+        tensor, block = self._find(name, shape), self._config.weight_block_size
+        if block is None or tensor.dtype != FLOAT8:
+            if tensor.dtype not in STORED_DTYPES:
+                raise ValueError(
+                    f"{name} in {self._folder} is {tensor.dtype}; expected one of {STORED_DTYPES}"
+                    f" or, with a weight_block_size in config.json, {FLOAT8}"
+                )
+            return cut(tensor).to(dtype or self._dtype)
+        blocks = [-(-size // of) for size, of in zip(shape, block, strict=True)]
+        scales = self._find(f"{name}_scale_inv", tuple(blocks))
+        for axis, size in enumerate(shape):
+            scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
+        return (cut(tensor).float() * cut(scales)).to(dtype or self._dtype)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.stored:
             raise ValueError(f"{self._folder} lacks the tensor {name}; copy the checkpoint again")
         tensor = self.stored[name]
-        if tuple(tensor.shape) != shape or tensor.dtype not in STORED_DTYPES:
+        if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"{name} in {self._folder} does not go with config.json; expected {list(shape)} in"
-                f" one of {STORED_DTYPES}, got {list(tensor.shape)} in {tensor.dtype}"
+                f"{name} in {self._folder} does not go with config.json; expected {list(shape)},"
+                f" got {list(tensor.shape)}"
             )
         self._unread.discard(name)
-        return (cut(tensor) if cut else tensor).to(self._dtype)
+        return tensor
 
-    def refuse_unread(self, *, tied: bool) -> None:
+    def refuse_unread(self) -> None:
         """ValueError if a tensor was never read: the checkpoint is not quite this architecture."""
+        # Old checkpoints store the rope frequencies; tied ones may store the head as well. Layers
+        # behind the last are drafts (`shape.py` tells that they are not used).
+        config, unused = self._config, ["*rotary_emb.inv_freq"]
+        unused += ["lm_head.weight"] if config.tie_word_embeddings else []
+        drafts = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+        unused += [f"model.layers.{layer}.*" for layer in drafts]
         for name in sorted(self._unread):
-            # Old checkpoints store the rope frequencies; tied ones may store the head as well.
-            if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight"):
+            if not any(fnmatchcase(name, pattern) for pattern in unused):
                 raise ValueError(
                     f"{self._folder} has the tensor {name}, which this architecture does not use;"
                     " the model would compute something else than it was trained to"

@@ -227,7 +227,13 @@ class Node(Resource):
         layout, heads = cache.layout, self.model_config.num_kv_heads
         return NodeMemory(
             layout=layout,
-            page=page_of(layout.order, layout.page_size, heads, layout.head_dim * layout.itemsize),
+            page=page_of(
+                layout.order,
+                layout.page_size,
+                heads,
+                layout.head_dim * layout.itemsize,
+                layout.num_vectors,
+            ),
             tp=self.config.tp,
             kv_regions=tuple(
                 _register(transfer, each.memory, awaits_writes) for each in self._kv_caches

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from disagg.kv_layout import KVLayout, PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
-from disagg.model.gqa import LlamaModel
 from disagg.model.layers import Linear
+from disagg.model.transformer import Transformer
 from disagg.serve.default_model import default_model
 from disagg.serve.tokenizer import Tokenizer
 from tests.test_tokenizer import text_of
@@ -37,6 +37,16 @@ VARIANTS: dict[str, dict[str, object]] = {
     "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
     "qwen3 moe": {"family": "qwen3_moe"},
     "qwen3 moe, weights not normalized": {"family": "qwen3_moe", "norm_topk_prob": False},
+    "deepseek": {"family": "deepseek_v3"},
+    "deepseek, other rope, q not compressed": {
+        "family": "deepseek_v3",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        "rope_interleave": False,
+        "q_lora_rank": None,
+        "attention_bias": True,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
+    },
 }
 
 
@@ -45,7 +55,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Transformer,
         order: PageOrder,
         *,
         page_size: int = PAGE_SIZE,
@@ -62,10 +72,9 @@ class Stepper:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             itemsize=dtype.itemsize,
+            num_vectors=config.num_kv_vectors,
         )
-        self.attention = TorchPagedAttention(
-            self.layout, num_qo_heads=config.num_qo_heads, dtype=dtype
-        )
+        self.attention = TorchPagedAttention(self.layout, group_size=model.group_size, dtype=dtype)
         shape = (num_pages, *self.layout.page_shape)
         self.kv_pages = [
             torch.full(shape, float("nan"), dtype=dtype) for _ in range(config.num_layers)

@@ -1,0 +1,121 @@
+"""The model: embedding, decoder layers over a paged KV cache, head. All families share it.
+
+    hidden -norm-> self-attention -> sum -> (+) -> on_layer()
+       \\____________________________________/ |
+                        next layer <- (+) <- sum <- MLP or experts <- norm
+
+Self-attention is `gqa.py` (Llama, Qwen3) or `mla.py` (DeepSeek-V3); experts are `moe.py`.
+
+`sum` adds up what the ranks have (`rank_group.py`); with one rank it changes nothing. `on_layer()`
+is the tick of the layer counter: a page of this layer may leave the node right after it. So it
+comes after the first sum, to which each rank adds its part when it has appended its KV. What is in
+a batch and where its pages lie is known to the planned `TorchPagedAttention` alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from disagg.config import ModelConfig
+from disagg.model import layers
+from disagg.model.attention import TorchPagedAttention
+from disagg.model.gqa import GroupedQueryAttention
+from disagg.model.mla import LatentAttention
+from disagg.model.moe import read_experts
+from disagg.model.rank_group import RankGroup
+
+
+class DecoderLayer:
+    """This rank's share of one layer's weights."""
+
+    def __init__(
+        self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
+    ) -> None:
+        prefix, hidden, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
+        self.input_norm = layers.read_norm(read, f"{prefix}input_layernorm", hidden, eps)
+        make = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
+        self.self_attn = make(config, read, group, f"{prefix}self_attn.")
+        name = f"{prefix}post_attention_layernorm"
+        self.post_attention_norm = layers.read_norm(read, name, hidden, eps)
+        self.mlp = (
+            read_experts(config, read, group, f"{prefix}mlp.")
+            if layer in config.moe_layers
+            else layers.read_mlp(
+                read, group, f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias
+            )
+        )
+
+
+class Transformer:
+    """A model of any family for inference, or one rank's share of it.
+
+    `config` is the shape of the whole model, `group_size` what a `TorchPagedAttention` for this
+    share of it needs. It keeps nothing between calls.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        read: layers.ReadTensor,
+        group: RankGroup,
+        progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    ) -> None:
+        """Take the weights through `read`, layer by layer in the order of `progress(numbers)`;
+        ValueError if one is missing or of a wrong shape."""
+        self.config = config
+        self._group = group
+        vocab_shape = (config.vocab_size, config.hidden_size)
+        self._embedding = read("model.embed_tokens.weight", vocab_shape, group.cut_vocabulary)
+        self._first_token = group.rank * len(self._embedding)
+        self._dtype = layers.compute_dtype(self._embedding.dtype)
+        self._layers = [
+            DecoderLayer(config, read, group, layer) for layer in progress(range(config.num_layers))
+        ]
+        self.group_size = self._layers[0].self_attn.group_size
+        self._norm = layers.read_norm(read, "model.norm", config.hidden_size, config.rms_norm_eps)
+        head = self._embedding
+        if not config.tie_word_embeddings:
+            head = read("lm_head.weight", vocab_shape, group.cut_vocabulary)
+        self._head = layers.Linear(head)
+        self._frequencies = torch.tensor(config.rope_frequencies)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_pages: Sequence[Tensor],
+        attention: TorchPagedAttention,
+        on_layer: Callable[[], None],
+    ) -> Tensor:
+        """Run one step; return hidden states after the final norm: `[T, hidden_size]`.
+
+        `token_ids` and `positions` are int64 `[T]`, the batch's requests one after another.
+        `kv_pages` holds one tensor per layer, `[num_pages, *page_shape]`, of this rank's heads; the
+        new tokens' KV is written into it. `attention` has been planned for this step. `on_layer()`
+        is called once per layer, as the module's picture shows.
+        """
+        hidden, sum_of, config = self._embed(token_ids), self._group.sum, self.config
+        angles = torch.outer(positions.float(), self._frequencies)  # [T, rotary dim / 2]
+        rope = layers.Rope(angles, config.rope_factor, config.rope_interleave, hidden.dtype)
+        for layer, pages in zip(self._layers, kv_pages, strict=True):
+            attended = layer.self_attn(layer.input_norm(hidden), rope, pages, attention)
+            hidden = hidden + sum_of(attended)
+            on_layer()
+            hidden = hidden + sum_of(layer.mlp(layer.post_attention_norm(hidden)))
+        return self._norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, float32 `[R, vocab_size]`, from forward's rows `[R, H]`."""
+        joined = self._group.join(self._head(hidden).float())
+        return joined[:, : self.config.vocab_size]
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """`[T, hidden_size]`, from whichever rank has a token's row; the others add zeros."""
+        rows = token_ids - self._first_token
+        is_here = (rows >= 0) & (rows < len(self._embedding))
+        found = F.embedding(rows.where(is_here, 0), self._embedding).to(self._dtype)
+        return self._group.sum(found.masked_fill_(~is_here[:, None], 0.0))
