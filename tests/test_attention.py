@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -195,9 +196,7 @@ BAD_PLANS = {
 @pytest.mark.parametrize(("positions", "pages"), BAD_PLANS.values(), ids=BAD_PLANS.keys())
 def test_a_plan_that_describes_no_step_is_refused(positions: range, pages: list[int]) -> None:
     attention = attention_for(PageOrder.HND)
-    with pytest.raises(
-        AssertionError, match=r"positions range\(.*\) of a request in \d pages of 4"
-    ):
+    with pytest.raises(ValueError, match=r"\d pages of 4 for positions range\(.*\) of a request"):
         attention.plan([range(3), positions], [[0], pages])
 
 
@@ -205,12 +204,11 @@ def test_a_plan_that_describes_no_step_is_refused(positions: range, pages: list[
 @pytest.mark.parametrize("page", [-1, NUM_PAGES])
 def test_a_page_that_does_not_exist_is_an_error(order: PageOrder, page: int) -> None:
     (sequence,) = make_batch([(9, 1)])
-    pages = dirty_pages(order, [sequence])
     for place in (0, 2):  # read from, written to
         page_indices = [page if i == place else index for i, index in enumerate((3, 4, 5))]
         spoilt = Sequence(k=sequence.k, v=sequence.v, q=sequence.q, page_indices=page_indices)
-        with pytest.raises((IndexError, RuntimeError), match="out of"):
-            step(attention_for(order), [spoilt], pages)
+        with pytest.raises(ValueError, match=f"pages .*{page}.* of {NUM_PAGES}"):
+            plan(attention_for(order), [spoilt])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -222,8 +220,37 @@ def test_tensors_that_do_not_fit_the_plan_are_an_error(order: PageOrder) -> None
     for wrong in (kv[:4], batch[0].k):
         with pytest.raises((IndexError, RuntimeError)):
             attention.append(wrong, pages)
-    with pytest.raises((IndexError, RuntimeError)):
-        attention.append(kv, pages.bfloat16())
+    other = replace(layout(order), order=next(each for each in ORDERS if each != order))
+    wrong_order = torch.zeros(NUM_PAGES, *other.page_shape)
+    for wrong in (pages.bfloat16(), pages[1:], wrong_order, pages.repeat(2, 1, 1, 1, 1)[::2]):
+        with pytest.raises(ValueError, match=r"expected contiguous \["):
+            attention.append(kv, wrong)
     with pytest.raises((IndexError, RuntimeError)):
         attention.run(q[:, :4], pages)
     assert not pages.any()
+
+
+def test_pages_of_latents() -> None:
+    """One vector a token, without heads: where it is stored, what is gathered, what is refused."""
+    latents = replace(layout(PageOrder.HND), num_kv_heads=1, num_vectors=1)
+    nhd = replace(latents, order=PageOrder.NHD)
+    assert latents.page_shape == nhd.page_shape == (PAGE_SIZE, HEAD_DIM)
+    assert latents.page_bytes == PAGE_SIZE * HEAD_DIM * 4
+    stored = torch.rand(9, HEAD_DIM)
+    pages = torch.full((NUM_PAGES, PAGE_SIZE, HEAD_DIM), float("nan"))
+    pages[7], pages[2] = stored[:4], stored[4:8]
+    for each in (latents, nhd):
+        attention = TorchPagedAttention(each, group_size=1, dtype=torch.float32)
+        attention.plan([range(8, 9)], [[7, 2, 5]])
+        attention.append(stored[8:].unsqueeze(1), pages)
+        attend = Mock(return_value=torch.zeros(1, 1, 3, 6))
+        attention.run(torch.ones(1, 3, 6), pages, attend)
+        q, kv, mask = attend.call_args.args
+        assert q.shape == (1, 1, 3, 6)
+        assert kv.shape == (1, 1, 1, 12, HEAD_DIM)
+        assert kv[0, 0, 0, :9].equal(stored)
+        assert mask.flatten().tolist() == [0.0] * 9 + [float("-inf")] * 3
+        with pytest.raises(ValueError, match=r"expected contiguous \["):
+            attention.append(stored[8:].unsqueeze(1), pages.view(NUM_PAGES, 1, PAGE_SIZE, -1))
+        with pytest.raises(ValueError, match=f"pages 2 to {NUM_PAGES} of {NUM_PAGES}"):
+            attention.plan([range(8, 9)], [[7, 2, NUM_PAGES]])

@@ -174,12 +174,15 @@ OPTIONS = {
     "odd vocabulary": {"vocab_size": 129, "tie_word_embeddings": True},
     "norms of heads": {"family": "qwen3"},
     "experts": {"family": "qwen3_moe"},
+    "latents": {"family": "deepseek_v3"},
 }
 
 
 @pytest.mark.parametrize("order", list(PageOrder))
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    ("options", "num_kv_heads"),
+    [*itertools.product(list(OPTIONS)[:-1], (4, 2, 1)), ("latents", 4)],
+)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tokens_of_ranks_are_those_of_transformers(tmp_path, tp, num_kv_heads, options, order):
     folder = make_tiny_llama(tmp_path, num_key_value_heads=num_kv_heads, **OPTIONS[options])

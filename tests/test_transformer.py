@@ -146,6 +146,17 @@ def test_chunks_and_decodes(variant: Path, order: PageOrder, chunk_size: int) ->
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_which_pages_hold_a_prompt_changes_no_bit(variant: Path, order: PageOrder) -> None:
+    model, found = loaded(variant, "float32"), []
+    for pages in ([0, 1, 2], [7, 2, 5], [2, 7, 5]):
+        stepper = Stepper(model, order)
+        (chunk,) = stepper.step([(PROMPT[:9], 0, pages)])
+        decoded = [stepper.step([(PROMPT[n : n + 1], n, pages)])[0] for n in (9, 10, 11)]
+        found.append(torch.cat((chunk, *decoded)))
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_decodes_and_chunks_in_one_batch(variant: Path, order: PageOrder) -> None:
     stepper = Stepper(loaded(variant, "float32"), order)
     pages = scattered_pages(21)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from disagg.kv_layout import PageOrder
+from disagg.model.rank_group import RankGroup
 from disagg.model.shape import read_config
-from disagg.model.weights import Checkpoint, fingerprint
+from disagg.model.weights import Checkpoint, fingerprint, load_model
+from tests.test_transformer import PROMPT, Stepper, scattered_pages
 from tests.tiny_models import LLAMA3_ROPE, loaded, make_tiny_llama
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -304,3 +308,143 @@ def test_fingerprint_samples_large_tensors_everywhere(tmp_path: Path) -> None:
         change_tensors(folder, lambda t, part=part: t["lm_head.weight"].chunk(16)[part].neg_())
         prints.add(fingerprint(folder, read_config(folder)))
     assert len(prints) == 17
+
+
+# --- What DeepSeek checkpoints have ---
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("deepseek"), family="deepseek_v3")
+
+
+@pytest.fixture
+def deepseek_copy(deepseek: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(deepseek, tmp_path / "copy"))
+
+
+def quantise(folder: Path, block: tuple[int, int]) -> Path:
+    """Make the linear maps float8 in blocks, as the published checkpoints are; return a folder with
+    what they then mean."""
+    meant = Path(shutil.copytree(folder, folder.parent / "meant"))
+    meaning: dict[str, Tensor] = {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, weight in list(tensors.items()):
+            if not name.endswith("_proj.weight") and "kv_a" not in name:
+                continue
+            if weight.ndim != 2:
+                continue
+            rows, columns = (-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+            scales = torch.rand(rows, columns) + 0.5
+            spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            spread = spread[: weight.shape[0], : weight.shape[1]]
+            tensors[name] = (weight / spread).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+            meaning[name] = tensors[name].float() * spread
+
+    change_tensors(folder, change)
+    change_tensors(meant, lambda tensors: tensors.update(meaning))
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block)}
+    change_config(folder, quantization_config=quantization | {"activation_scheme": "dynamic"})
+    assert len(meaning) > 20
+    return meant
+
+
+def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(deepseek_copy: Path) -> None:
+    """With blocks that end inside of heads, shares of ranks and matrices."""
+    meant = quantise(deepseek_copy, (10, 14))
+    here, there = (
+        Checkpoint(folder, read_config(folder), torch.float32) for folder in (deepseek_copy, meant)
+    )
+    for name, tensor in there.stored.items():
+        share = partial(RankGroup(1, 2).cut, axis=0)
+        for cut in (share, partial(RankGroup(1, 2).cut, axis=tensor.ndim - 1)):
+            if tensor.shape[0] % 2 == tensor.shape[-1] % 2 == 0:
+                shape = tuple(tensor.shape)
+                assert here.read(name, shape, cut).equal(there.read(name, shape, cut)), name
+    assert torch.equal(logits_of(deepseek_copy), logits_of(meant))
+
+
+def logits_of(folder: Path) -> Tensor:
+    stepper = Stepper(loaded(folder, "float32"), PageOrder.HND)
+    return stepper.step([(PROMPT, 0, scattered_pages(8))])[0]
+
+
+def test_float8_without_scales_is_refused(deepseek_copy: Path) -> None:
+    quantise(deepseek_copy, (16, 16))
+    name = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    change_tensors(deepseek_copy, lambda tensors: tensors.pop(name))
+    assert f"lacks the tensor {name}" in refusal(deepseek_copy)
+    change_tensors(deepseek_copy, lambda tensors: tensors.update({name: torch.ones(3, 3)}))
+    assert f"{name} in {deepseek_copy} does not go with config.json; expected [4, 3]" in refusal(
+        deepseek_copy
+    )
+
+
+def test_float8_of_unknown_blocks_is_refused(deepseek_copy: Path) -> None:
+    quantise(deepseek_copy, (16, 16))
+    change_config(deepseek_copy, quantization_config={"quant_method": "fp8"})
+    assert "is torch.float8_e4m3fn; expected one of" in refusal(deepseek_copy)
+    assert "with a weight_block_size in config.json" in refusal(deepseek_copy)
+
+
+def test_draft_layers_are_left_out_and_that_is_said_once(
+    deepseek: Path, deepseek_copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_config(deepseek_copy, num_nextn_predict_layers=1)
+    loaded(deepseek_copy, "float32")
+    assert not caplog.messages, "it has none"
+    name = "model.layers.3.eh_proj.weight"
+    change_tensors(deepseek_copy, lambda tensors: tensors.update({name: torch.ones(64, 128)}))
+    config = read_config(deepseek_copy)
+    for rank in (0, 1):
+        load_model(deepseek_copy, config, "float32", RankGroup(rank, 2))
+    [said] = caplog.messages
+    assert "its num_nextn_predict_layers (1) are not used" in said
+    assert torch.equal(logits_of(deepseek_copy), logits_of(deepseek))
+    change_config(deepseek_copy, num_nextn_predict_layers=0)
+    assert f"has the tensor {name}, which this architecture does not use" in refusal(deepseek_copy)
+
+
+DEEPSEEK_REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "groups": (
+        {"n_group": 3},
+        "num_experts_per_tok (3) of 8 experts cannot be chosen from topk_group (2) of n_group (3)",
+    ),
+    "groups of one": ({"n_group": 8, "topk_group": 4}, "equal groups of at least 2"),
+    "too few groups": ({"topk_group": 1}, "num_experts_per_tok (3) of 8 experts cannot"),
+    "too many groups": ({"topk_group": 5}, "topk_group (5) of n_group (4)"),
+    "too many experts": ({"n_routed_experts": 12}, "config.json; expected [12, 64], got [8, 64]"),
+    "router": ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+    "choice": ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+    "quantisation": (
+        {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
+        "fmt 'e5m2' is not supported; expected None or 'e4m3'",
+    ),
+    "odd rope": ({"qk_rope_head_dim": 7, "head_dim": 7}, "head_dim (7) even"),
+}
+
+
+@pytest.mark.parametrize(("fields", "text"), DEEPSEEK_REFUSED.values(), ids=DEEPSEEK_REFUSED.keys())
+def test_what_deepseek_cannot_be_is_refused_by_name(
+    deepseek_copy: Path, fields: dict[str, object], text: str
+) -> None:
+    change_config(deepseek_copy, **fields)
+    assert text in refusal(deepseek_copy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.2.mlp.experts.7.up_proj.weight",
+        "model.layers.2.mlp.shared_experts.up_proj.weight",
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+        "model.layers.0.self_attn.kv_b_proj.weight",
+    ],
+)
+def test_missing_and_surplus_tensors_of_deepseek(deepseek_copy: Path, name: str) -> None:
+    change_tensors(deepseek_copy, lambda tensors: tensors.update({f"{name}.more": torch.ones(1)}))
+    assert f"has the tensor {name}.more, which" in refusal(deepseek_copy)
+    change_tensors(deepseek_copy, lambda tensors: tensors.pop(name))
+    assert f"lacks the tensor {name}" in refusal(deepseek_copy)

@@ -85,12 +85,14 @@ class TorchPagedAttention:
 
     def plan(self, positions: Sequence[range], page_lists: Sequence[Sequence[int]]) -> None:
         """Describe a step: of each request the positions it computes, and the pages of all up to
-        them."""
+        them. ValueError, before anything is computed, if those are not such pages."""
         step, page_size = list(zip(positions, page_lists, strict=True)), self._layout.page_size
         for new, pages in step:
-            assert new and len(pages) == pages_for(new.stop, page_size), (
-                f"positions {new} of a request in {len(pages)} pages of {page_size}"
-            )
+            if not new or len(pages) != pages_for(new.stop, page_size):
+                raise ValueError(
+                    f"{len(pages)} pages of {page_size} for positions {new} of a request; expected"
+                    " those of at least one position, and no page behind the last"
+                )
         page = np.array([pages[place // page_size] for new, pages in step for place in new])
         offset = np.array([place % page_size for new in positions for place in new])
         heads = np.arange(self._layout.num_kv_heads)
@@ -120,8 +122,14 @@ class TorchPagedAttention:
         """Write the step's new K and V into a layer's pages.
 
         `kv` is `[T, 2 * num_kv_heads, head_dim]`, the heads of K, then those of V, or latents `[T,
-        1, head_dim]`; `pages` is the layer's `[num_pages, *page_shape]`, contiguous.
+        1, head_dim]`; `pages` is the layer's `[num_pages, *page_shape]`, ValueError if not.
         """
+        shape = (self._layout.num_pages, *self._layout.page_shape)
+        if pages.shape != shape or pages.dtype != self._dtype or not pages.is_contiguous():
+            raise ValueError(
+                f"pages {list(pages.shape)} in {pages.dtype}, strides {pages.stride()}; expected"
+                f" contiguous {list(shape)} in {self._dtype}"
+            )
         if self._partial_pages.shape[0]:
             # A padded gather multiplies what lies behind the last token by zero, and zero times
             # a NaN that an earlier owner of the page left there is NaN.
@@ -150,6 +158,8 @@ class TorchPagedAttention:
         # Pad with a page of the same request: it holds nothing but the request's own numbers.
         padded = max(len(pages) for pages in page_lists)
         table = np.array([[*p, *[p[-1]] * (padded - len(p))] for p in page_lists])
+        if table.min() < 0 or table.max() >= self._layout.num_pages:
+            raise ValueError(f"pages {table.min()} to {table.max()} of {self._layout.num_pages}")
         keys = np.arange(padded * self._layout.page_size)
         visible = keys <= positions[:, :, None]  # [B, qo_len, padded kv_len]
         visible = visible.repeat(self._group_size, axis=1)[:, None]

@@ -7,9 +7,9 @@ quantisation) is refused by name. Tensors are `weights.py`.
 """
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
@@ -26,8 +26,6 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
 )
-
-logger = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -70,15 +68,11 @@ def read_config(folder: Path) -> ModelConfig:
             "num_experts": config.n_routed_experts,
             "router_bias": True,
         }
-    if quantization := getattr(config, "quantization_config", None):
-        shape["weight_block_size"] = tuple(quantization["weight_block_size"])
-    if shape.get("num_mtp_layers"):
-        logger.warning(
-            "%s: its num_nextn_predict_layers (%d) are not used; only the model's own layers are",
-            folder,
-            shape["num_mtp_layers"],
-        )
-    return ModelConfig(**shape)
+    if block := _quantization(config).get("weight_block_size"):
+        shape["weight_block_size"] = tuple(block)
+    model = ModelConfig(**shape)
+    _refuse_impossible(folder, model)
+    return model
 
 
 def _moe_layers(config: PreTrainedConfig) -> Iterator[int]:
@@ -104,6 +98,10 @@ def _rope(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
     return tuple(frequencies.tolist()), factor
 
 
+def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
+    return getattr(config, "quantization_config", None) or {}
+
+
 def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError if the config asks for something that would silently be left out."""
     supported: dict[str, tuple[object, ...]] = {
@@ -118,9 +116,8 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
         "quant_method": (None, "fp8"),
         "fmt": (None, "e4m3"),
     }
-    quantization = getattr(config, "quantization_config", None) or {}
     asked = vars(config) | {"model_type": config.model_type} | (config.rope_parameters or {})
-    asked |= quantization
+    asked |= _quantization(config)
     for name, values in supported.items():
         if asked.get(name) not in values:
             raise ValueError(
@@ -132,4 +129,17 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
             f"{folder}: num_attention_heads ({config.num_attention_heads}) must be a multiple of"
             f" num_key_value_heads ({config.num_key_value_heads}) and head_dim"
             f" ({config.head_dim}) even"
+        )
+
+
+def _refuse_impossible(folder: Path, model: ModelConfig) -> None:
+    """ValueError if a token cannot be given as many experts as it should have."""
+    in_group, rest = divmod(model.num_experts, model.n_group)
+    enough = model.num_experts_per_tok <= model.topk_group * in_group
+    fits = enough and not rest and model.topk_group <= model.n_group
+    if not fits or (model.router_bias and in_group < 2):
+        raise ValueError(
+            f"{folder}: num_experts_per_tok ({model.num_experts_per_tok}) of {model.num_experts}"
+            f" experts cannot be chosen from topk_group ({model.topk_group}) of n_group"
+            f" ({model.n_group}) equal groups of at least 2"
         )

@@ -12,7 +12,7 @@ takes is the model's to say. A tensor that is missing or left over is refused by
 import dataclasses
 import hashlib
 import json
-from fnmatch import fnmatchcase
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from disagg.config import ModelConfig
 from disagg.model.layers import Cut
 from disagg.model.rank_group import RankGroup
 from disagg.model.transformer import Transformer
+
+logger = logging.getLogger(__name__)
 
 #: dtypes of stored weights that `Checkpoint.read` converts.
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +53,7 @@ def load_model(
     hidden = True if group.rank else None
     progress = partial(tqdm, desc="loading", unit="layer", disable=hidden, delay=1.0, leave=False)
     model = Transformer(config, checkpoint.read, group, progress)
-    checkpoint.refuse_unread()
+    checkpoint.refuse_unread(tells=group.rank == 0)
     return model
 
 
@@ -107,7 +109,7 @@ class Checkpoint:
                 )
             return cut(tensor).to(dtype or self._dtype)
         blocks = [-(-size // of) for size, of in zip(shape, block, strict=True)]
-        scales = self._find(f"{name}_scale_inv", tuple(blocks))
+        scales = self._find(f"{name}_scale_inv", tuple(blocks)).float()
         for axis, size in enumerate(shape):
             scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
         return (cut(tensor).float() * cut(scales)).to(dtype or self._dtype)
@@ -124,16 +126,20 @@ class Checkpoint:
         self._unread.discard(name)
         return tensor
 
-    def refuse_unread(self) -> None:
-        """ValueError if a tensor was never read: the checkpoint is not quite this architecture."""
-        # Old checkpoints store the rope frequencies; tied ones may store the head as well. Layers
-        # behind the last are drafts (`shape.py` tells that they are not used).
-        config, unused = self._config, ["*rotary_emb.inv_freq"]
-        unused += ["lm_head.weight"] if config.tie_word_embeddings else []
+    def refuse_unread(self, *, tells: bool) -> None:
+        """ValueError if a tensor was never read: the checkpoint is not quite this architecture.
+        Layers behind the last are drafts, which may be there: `tells` says so."""
+        config = self._config
         drafts = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-        unused += [f"model.layers.{layer}.*" for layer in drafts]
-        for name in sorted(self._unread):
-            if not any(fnmatchcase(name, pattern) for pattern in unused):
+        prefixes = tuple(f"model.layers.{layer}." for layer in drafts)
+        left = sorted(name for name in self._unread if not name.startswith(prefixes))
+        if tells and len(left) < len(self._unread):
+            said = "%s: its num_nextn_predict_layers (%d) are not used, for nothing asks for drafts"
+            logger.warning(said, self._folder, config.num_mtp_layers)
+        for name in left:
+            # Old checkpoints store the rope frequencies; tied ones may store the head as well.
+            tied = config.tie_word_embeddings and name == "lm_head.weight"
+            if not tied and not name.endswith("rotary_emb.inv_freq"):
                 raise ValueError(
                     f"{self._folder} has the tensor {name}, which this architecture does not use;"
                     " the model would compute something else than it was trained to"
