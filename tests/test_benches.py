@@ -7,9 +7,11 @@ import sys
 import pytest
 
 SMALL = {
+    "bench_experts": "--hidden 32 --size 16 --experts 8 --chosen 2 --tokens 1 9 --repeats 2",
     "bench_exposed": "--repeats 1",
     "bench_generate": "--dtype bfloat16 --batches 1 2 --prompt-tokens 8 --max-tokens 3"
     " --prefill-tokens 20 --repeats 1",
+    "bench_load": "--layers 2 --hidden 256 --tp 1 2",
     "bench_memory": "--requests 40 --every 20 --warm-up 20 --limit 1000",
     "bench_messenger_cost": "--tokens 64 --pairs 1 --threads 1",
     "bench_peers": "--mib 1 --repeats 1",

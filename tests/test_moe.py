@@ -27,11 +27,11 @@ class Weights:
         self.down = draw(NUM_EXPERTS, HIDDEN, SIZE)
 
     def mixture(self, numbers: range, normalize: bool) -> MixtureOfExperts:
-        experts = {
-            n: GatedMLP(gate_up=Linear(self.gate_up[n]), down=Linear(self.down[n])) for n in numbers
-        }
+        experts = [
+            GatedMLP(gate_up=Linear(self.gate_up[n]), down=Linear(self.down[n])) for n in numbers
+        ]
         router = Router(scores=Linear(self.router), num_chosen=NUM_CHOSEN, normalize=normalize)
-        return MixtureOfExperts(router=router, experts=experts)
+        return MixtureOfExperts(router=router, experts=experts, first=numbers.start)
 
     def one(self, x: torch.Tensor, normalize: bool) -> torch.Tensor:
         """Of one token."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from disagg.kv_layout import PageOrder
+from disagg.model import weights
 from disagg.model.rank_group import RankGroup
 from disagg.model.shape import read_config
 from disagg.model.weights import Checkpoint, fingerprint, load_model
@@ -448,3 +451,24 @@ def test_missing_and_surplus_tensors_of_deepseek(deepseek_copy: Path, name: str)
     assert f"has the tensor {name}.more, which" in refusal(deepseek_copy)
     change_tensors(deepseek_copy, lambda tensors: tensors.pop(name))
     assert f"lacks the tensor {name}" in refusal(deepseek_copy)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("rank", "stream", "shown"),
+    [(0, Terminal, True), (1, Terminal, False), (0, io.StringIO, False)],
+)
+def test_progress_is_shown_once_and_to_people_alone(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, rank: int, stream: type, shown: bool
+) -> None:
+    written = stream()
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(weights, "tqdm", partial(weights.tqdm, mininterval=0.0))
+    monkeypatch.setattr(weights, "PROGRESS_AFTER_SECONDS", 0.0)
+    load_model(plain, read_config(plain), "float32", RankGroup(rank, 2))
+    assert ("loading: " in written.getvalue()) == shown
+    assert ("3/3" in written.getvalue()) == shown

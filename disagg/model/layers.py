@@ -124,8 +124,13 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to the same shape."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [T, intermediate_size] each
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(gated(self.gate_up(x)))
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[T, 2 * intermediate_size]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def read_columns(

@@ -9,14 +9,15 @@ Rows are sorted by expert, so there is one MLP call for each expert that has any
 shared by the ranks of a group; what a rank returns is a part of a sum, as of a row-parallel map.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from disagg.config import ModelConfig
-from disagg.model.layers import GatedMLP, Linear, ReadTensor, read_mlp
+from disagg.model.layers import GatedMLP, Linear, ReadTensor, gated, read_mlp
 from disagg.model.rank_group import RankGroup
 
 
@@ -58,25 +59,34 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """`experts` are this rank's, by number; `shared`, its part of an MLP that all tokens pass."""
+    """`experts` are this rank's, numbered from `first` on; `shared` is its part of an MLP that all
+    tokens pass."""
 
     router: Router
-    experts: Mapping[int, GatedMLP]
+    experts: Sequence[GatedMLP]
+    first: int = 0
     shared: GatedMLP | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to this rank's part of the same shape."""
-        weights, chosen = self.router(x)
-        order = chosen.flatten().argsort()  # places in [T * k], by expert
-        ends = chosen.flatten().bincount().cumsum(0).tolist()
-        rows = x[order // chosen.shape[1]]
-        outputs = torch.zeros_like(rows)
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            if start < end and expert in self.experts:
-                outputs[start:end] = self.experts[expert](rows[start:end])
-        by_token = outputs[order.argsort()].view(*chosen.shape, -1)  # [T, k, hidden_size]
-        total = (weights.to(x.dtype).unsqueeze(1) @ by_token).squeeze(1)
-        return total if self.shared is None else total + self.shared(x)
+        weights, chosen = (each.flatten() for each in self.router(x))  # [T * k]
+        last = self.first + len(self.experts)
+        ends = [0, *chosen.bincount(minlength=last).cumsum(0).tolist()]
+        # Places in [T * k] whose expert is here, sorted by expert.
+        here = chosen.argsort()[ends[self.first] : ends[last]]
+        total = torch.zeros_like(x) if self.shared is None else self.shared(x)
+        if not len(here):
+            return total
+        tokens = here // (len(chosen) // len(x))
+        sizes = [b - a for a, b in pairwise(ends[self.first : last + 1])]
+        busy = [expert for expert, size in zip(self.experts, sizes, strict=True) if size]
+        sizes = [size for size in sizes if size]
+        # What is between the maps is done for all experts at once: fewer calls for the same rows.
+        rows = zip(busy, x[tokens].split(sizes), strict=True)
+        gate_up = torch.cat([expert.gate_up(part) for expert, part in rows])
+        rows = zip(busy, gated(gate_up).split(sizes), strict=True)
+        outputs = torch.cat([expert.down(part) for expert, part in rows])
+        return total.index_add_(0, tokens, outputs * weights[here, None].to(x.dtype))
 
 
 def read_experts(
@@ -91,11 +101,11 @@ def read_experts(
         name = f"{prefix}gate.e_score_correction_bias"
         bias = read(name, (config.num_experts,), dtype=torch.float32)
     mine = group.cut(torch.arange(config.num_experts), 0).tolist()
-    experts = {}
+    experts = []
     for number in range(config.num_experts):
         expert = f"{prefix}experts.{number}."
         if number in mine:
-            experts[number] = read_mlp(read, RankGroup(), expert, hidden, size)
+            experts.append(read_mlp(read, RankGroup(), expert, hidden, size))
         else:
             for name in ("gate_proj", "up_proj", "down_proj"):
                 shape = (hidden, size) if name == "down_proj" else (size, hidden)
@@ -114,5 +124,6 @@ def read_experts(
             factor=config.routed_scaling_factor,
         ),
         experts=experts,
+        first=mine[0],
         shared=shared,
     )

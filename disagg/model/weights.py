@@ -9,10 +9,12 @@ converted, fused with others or laid out anew is copied, one at a time. Which sh
 takes is the model's to say. A tensor that is missing or left over is refused by name.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import json
 import logging
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
 
+PROGRESS_AFTER_SECONDS = 1.0
+
 #: Of each tensor, the fingerprint covers this many blocks of this many bytes, evenly spread.
 SAMPLED_BLOCKS = 16
 SAMPLED_BLOCK_BYTES = 4096
@@ -49,12 +53,21 @@ def load_model(
     """
     checkpoint = Checkpoint(folder, config, getattr(torch, dtype))
     group = group or RankGroup()
-    # Shown where somebody looks, and loading is not over at once.
-    hidden = True if group.rank else None
-    progress = partial(tqdm, desc="loading", unit="layer", disable=hidden, delay=1.0, leave=False)
-    model = Transformer(config, checkpoint.read, group, progress)
+    model = Transformer(config, checkpoint.read, group, partial(_progress, group.rank))
     checkpoint.refuse_unread(tells=group.rank == 0)
     return model
+
+
+def _progress(rank: int, layers: Iterable[int]) -> Iterator[int]:
+    """The layers, shown as they pass if somebody looks and it takes a while."""
+    disable = True if rank else None  # None: if standard error is no terminal
+    for layer in tqdm(
+        layers, "loading", unit="layer", disable=disable, delay=PROGRESS_AFTER_SECONDS, leave=False
+    ):
+        yield layer
+        # What was converted and laid out leaves holes, which glibc keeps: with two ranks half of a
+        # share again.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def fingerprint(folder: Path, config: ModelConfig) -> str:
