@@ -82,9 +82,9 @@ class MixtureOfExperts:
         busy = [expert for expert, size in zip(self.experts, sizes, strict=True) if size]
         sizes = [size for size in sizes if size]
         # What is between the maps is done for all experts at once: fewer calls for the same rows.
-        rows = zip(busy, x[tokens].split(sizes), strict=True)
+        rows = zip(busy, torch.split(x[tokens], sizes), strict=True)
         gate_up = torch.cat([expert.gate_up(part) for expert, part in rows])
-        rows = zip(busy, gated(gate_up).split(sizes), strict=True)
+        rows = zip(busy, torch.split(gated(gate_up), sizes), strict=True)
         outputs = torch.cat([expert.down(part) for expert, part in rows])
         return total.index_add_(0, tokens, outputs * weights[here, None].to(x.dtype))
 
