@@ -74,7 +74,7 @@ def write(
     peer: Peer,
     src: MemoryRegion,
     src_offset: int,
-    dst: bytes,
+    dst: int,
     dst_offset: int,
     nbytes: int,
     imm: int,
@@ -117,11 +117,10 @@ class OpeningControl(Control):
         self,
         offer: Callable[[], dict[str, bytes]],
         transports,
-        epoch,
         clock=time.monotonic,
         timeout=5.0,
     ) -> None:
-        super().__init__(transports, epoch, clock, timeout)
+        super().__init__(transports, clock, timeout)
         self.offer = offer
         self.dialled = set()
 

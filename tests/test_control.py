@@ -33,7 +33,6 @@ def make_control(transport="test", clock=time.monotonic, opening_timeout=5.0):
     return OpeningControl(
         lambda: {transport: b"info"},
         transports=[transport, "spare"],
-        epoch=42,
         clock=clock,
         timeout=opening_timeout,
     )
@@ -74,7 +73,7 @@ def frame(data):
 
 
 def opening(transport="test", info=b"x"):
-    return frame(encode_opening(Opening(1, {transport: info, "unknown": b""})))
+    return frame(encode_opening(Opening({transport: info, "unknown": b""})))
 
 
 @contextlib.contextmanager
@@ -84,11 +83,11 @@ def raw_server():
         yield server
 
 
-def test_openings_carry_epoch_and_info(ours, theirs):
+def test_openings_carry_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == other == [Opened(peer=1, opening=Opening(42, {"test": b"info"}))]
+    assert mine == other == [Opened(peer=1, opening=Opening({"test": b"info"}))]
     tcp = ours._connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -325,7 +324,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
 @given(body=st.binary(max_size=60))
 def test_no_opening_makes_poll_raise(body):
     with contextlib.suppress(ValueError):
-        control_module.decode_opening(encode_opening(Opening(1, {"t": b""}))[:12] + body, ["t"])
+        control_module.decode_opening(encode_opening(Opening({"t": b""}))[:12] + body, ["t"])
 
 
 def test_a_reset_is_a_loss(ours):

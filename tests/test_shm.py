@@ -351,7 +351,7 @@ class Impostor:
     def __init__(self):
         self.token = b"t" * 16
         self.lease = Lease(b"nothing")
-        self.control = OpeningControl(lambda: {"shm": self.info}, transports=["shm"], epoch=5)
+        self.control = OpeningControl(lambda: {"shm": self.info}, transports=["shm"])
         self.peer = None
 
     def dial(self, victim, regions=(), *, grant=None, **lies):

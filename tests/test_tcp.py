@@ -209,9 +209,8 @@ def test_messages_do_not_wait_behind_writes(world, impostor):
     impostor.dial(node, regions=[16 * MIB])
     node.engine.send(peer_of(node), b"hello")
     impostor.run(node, lambda: impostor.messages == [b"hello"])
-    descriptor = msgspec.msgpack.encode([5, 0])
     pages = np.arange(256) * 64 * KIB
-    node.engine.write_pages(peer_of(node), node.region, descriptor, 64 * KIB, pages, pages, 1)
+    node.engine.write_pages(peer_of(node), node.region, 0, 64 * KIB, pages, pages, 1)
     world.run(lambda: link_of(node, peer_of(node))._blocked)
     node.engine.send(peer_of(node), b"alive")
     impostor.run(node, lambda: impostor.messages[1:] == [b"alive"])
@@ -280,7 +279,7 @@ class Impostor:
 
     def __init__(self):
         self.offer = lambda: msgspec.msgpack.encode([b"", [4096]])
-        self.control = OpeningControl(lambda: {"tcp": self.offer()}, transports=["tcp"], epoch=5)
+        self.control = OpeningControl(lambda: {"tcp": self.offer()}, transports=["tcp"])
         self.data = socket.socket()
         self.their_key, self.messages, self.lost = b"", [], []
 
@@ -315,7 +314,7 @@ class Impostor:
 
 def joining(key):
     """How a data connection begins."""
-    return framed(encode_opening(Opening(0, {}, key)))
+    return framed(encode_opening(Opening({}, key)))
 
 
 @pytest.fixture
@@ -505,7 +504,7 @@ def test_a_key_may_come_in_pieces_and_with_a_frame(world):
     node = world.node(4096)
     address = node.engine.listen("127.0.0.1", 0)
     with socket.create_connection(address) as control, socket.socket() as data:
-        ours = framed(encode_opening(Opening(5, {"tcp": msgspec.msgpack.encode([b"", [8]])})))
+        ours = framed(encode_opening(Opening({"tcp": msgspec.msgpack.encode([b"", [8]])})))
         control.sendall(ours + framed(b"hello"))
         world.rounds(3)
         control.settimeout(DEADLINE_SECONDS)

@@ -174,7 +174,7 @@ class LayerWriter:
         attempt: Attempt,
         what: str,
         here: MemoryRegion,
-        there: bytes,
+        there: int,
         nbytes: int,
         src: Offsets,
         dst: Offsets,

@@ -24,20 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from disagg.transfer import wire
 from disagg.transfer.interface import MessageReceived, Peer, TransferError
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
-from disagg.transfer.wire import (
-    CHECK,
-    MAX_UNSENT_BYTES,
-    READ_BYTES,
-    Wire,
-    dial,
-    framed,
-    open_listener,
-    reason_of,
-    resolve,
-)
 
 MAX_MESSAGE_BYTES = 16 << 20
 #: Strangers that may be in the middle of opening a connection.
@@ -79,11 +69,11 @@ class Lost:
 ControlEvent = Opened | MessageReceived | NoteReceived | Lost
 
 #: Is handed a connection that joins another, after its first frame, the opening.
-Take = Callable[[Wire], None]
+Take = Callable[[wire.Wire], None]
 
 
 @dataclass(kw_only=True, eq=False)
-class _Connection(Wire):
+class _Connection(wire.Wire):
     """`waiting`: messages to send when it is `ready`. `joins`: by key, what takes a connection that
     joins it. It ends if it is not ready and announced by the `deadline`; from then on the user
     watches its silence."""
@@ -104,10 +94,9 @@ class Control:
     """
 
     def __init__(
-        self, transports: Sequence[str], epoch: int, clock: Callable[[], float], timeout: float
+        self, transports: Sequence[str], clock: Callable[[], float], timeout: float
     ) -> None:
         self._transports = transports
-        self._epoch = epoch
         self._clock = clock
         self._timeout = timeout
         self._connections: dict[Peer, _Connection] = {}
@@ -138,11 +127,11 @@ class Control:
         self._connections[peer].joins[key] = take
         return key
 
-    def dial_again(self, peer: Peer) -> Wire:
+    def dial_again(self, peer: Peer) -> wire.Wire:
         """A second connection to the host and port of an open peer, the caller's own. OSError."""
         first = self._connections[peer]
-        tcp = dial(first.socket.family, first.socket.getpeername())
-        return Wire(socket=tcp, address=first.address, connected=False, opened=True)
+        tcp = wire.dial(first.socket.family, first.socket.getpeername())
+        return wire.Wire(socket=tcp, address=first.address, connected=False, opened=True)
 
     def guard(self, peer: Peer, step: Callable[[], None]) -> None:
         """Run a step of a connection or its link. If it fails, the connection ends, after the
@@ -154,22 +143,22 @@ class Control:
                 return  # it has ended
             why = str(error)
             if isinstance(error, OSError):
-                why = f"connection to {connection.address} broke: {reason_of(error)}"
+                why = f"connection to {connection.address} broke: {wire.reason_of(error)}"
             with suppress(OSError, ValueError):
-                for _ in range(MAX_UNSENT_BYTES // READ_BYTES if connection.ready else 0):
+                for _ in range(wire.MAX_UNSENT_BYTES // wire.READ_BYTES if connection.ready else 0):
                     connection.read()
                     self._parse(connection)
             self.close_peer(peer, why)
 
     def send_note(self, peer: Peer, data: bytes) -> None:
         """To the peer's link, also before `ready`. Lost: dropped."""
-        self._queue(peer, framed(data, note=True), at_once=True)
+        self._queue(peer, wire.framed(data, note=True), at_once=True)
 
     # What the engine passes on.
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
-        self._listener, self._accept_at = open_listener(host, port), 0.0
+        self._listener, self._accept_at = wire.open_listener(host, port), 0.0
         bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
@@ -177,16 +166,16 @@ class Control:
         """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
         where = f"{host}:{port}"
         try:
-            return self._add(dial(*resolve(host, port)), where, connected=False)
+            return self._add(wire.dial(*wire.resolve(host, port)), where, connected=False)
         except OSError as error:
             self._last_peer += 1
-            why = f"cannot connect to {where}: {reason_of(error)}; {CHECK}"
+            why = f"cannot connect to {where}: {wire.reason_of(error)}; {wire.CHECK}"
             self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
             return self._last_peer
 
     def open(self, peer: Peer, offers: dict[str, bytes]) -> None:
         """Say our opening: after `connect`, or in answer to `Opened`. Lost: no-op."""
-        frame = framed(encode_opening(Opening(self._epoch, offers)))
+        frame = wire.framed(encode_opening(Opening(offers)))
         self._queue(peer, frame, at_once=True)
 
     def close_peer(self, peer: Peer, why: str) -> None:
@@ -201,7 +190,7 @@ class Control:
             raise ValueError(
                 f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}; split it"
             )
-        self._queue(peer, framed(data))
+        self._queue(peer, wire.framed(data))
 
     def poll(self, timeout: float) -> list[ControlEvent]:
         """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
@@ -329,7 +318,7 @@ class Control:
         raise TransferError(f"{connection.address} joins nothing that is open")
 
     def _end_late(self, connection: _Connection) -> None:
-        step, check = "sent no opening" if connection.connected else "did not answer", CHECK
+        step, check = "sent no opening" if connection.connected else "did not answer", wire.CHECK
         if connection.opened:
             step, check = "opened, but the path for writes did not come up", PATH_CHECK
         why = f"{connection.address} {step} within {self._timeout:g} s; {check}"

@@ -52,10 +52,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRegion:
-    """Registered memory. `descriptor` is all a connected peer needs to write into it (opaque)."""
+    """Registered memory. Its number is all that a connected peer needs to write into it."""
 
     memory: Memory
-    descriptor: bytes
+    descriptor: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class TransferEngine(Protocol):
         self,
         peer: Peer,
         src: MemoryRegion,
-        dst: bytes,
+        dst: int,
         page_bytes: int,
         src_offsets: Offsets,
         dst_offsets: Offsets,

@@ -1,6 +1,6 @@
 """The first frame each way: who speaks, which version, over which transports.
 
-| magic, 8 bytes | version, u32 | msgpack [epoch, {transport: info, ...}, key] |
+| magic, 8 bytes | version, u32 | msgpack [{transport: info, ...}, key] |
 '---- the same in every version ----'       info: the link's own bytes
 """
 
@@ -21,13 +21,12 @@ _Kind = TypeVar("_Kind")
 
 
 class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """`epoch`: random, 64 bits, of the engine. `offers`: by transport, opaque (addresses, tokens).
-    With a `key`, the connection joins another one, and the rest says nothing.
+    """`offers`: by transport, opaque (addresses, tokens). With a `key`, the connection joins
+    another one, and offers nothing.
 
     Who is called takes the first transport of its own list that fits, and offers that one alone.
     """
 
-    epoch: int
     offers: dict[str, bytes]
     key: bytes = b""
 

@@ -11,13 +11,11 @@ one poll posts for one of them, a bounded amount, so that the caller can look at
 
 import ctypes
 import logging
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
@@ -27,7 +25,6 @@ from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
-from disagg.transfer.opening import decode
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +38,6 @@ class _Peer:
     """`links`: one for each medium that was offered, then the chosen one."""
 
     links: dict[str, Link]
-    epoch: int = 0
 
     @property
     def link(self) -> Link:
@@ -58,12 +54,11 @@ class QueuedEngine(interface.TransferEngine, Resource):
         *,
         opening_timeout: float = OPENING_TIMEOUT_SECONDS,
     ) -> None:
-        self._epoch = secrets.randbits(64)
         self._media = media
         names = [medium.name for medium in media]
-        self._control = Control(names, self._epoch, time.monotonic, opening_timeout)
+        self._control = Control(names, time.monotonic, opening_timeout)
         self._counter = ImmCounter()
-        self._views: list[Bytes] = []
+        self._views: dict[MemoryRegion, Bytes] = {}
         self._started = False
         self._peers: dict[Peer, _Peer] = {}
         self._open: dict[Ticket, Job] = {}
@@ -78,9 +73,9 @@ class QueuedEngine(interface.TransferEngine, Resource):
         view = np.ctypeslib.as_array(buffer)
         for medium in self._media:
             medium.register(memory, view)
-        descriptor = self._epoch, len(self._views)
-        self._views.append(view)
-        return MemoryRegion(memory=memory, descriptor=msgspec.msgpack.encode(descriptor))
+        region = MemoryRegion(memory=memory, descriptor=len(self._views))
+        self._views[region] = view
+        return region
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         self._started = True
@@ -105,7 +100,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self,
         peer: Peer,
         src: MemoryRegion,
-        dst: bytes,
+        dst: int,
         page_bytes: int,
         src_offsets: Offsets,
         dst_offsets: Offsets,
@@ -117,23 +112,26 @@ class QueuedEngine(interface.TransferEngine, Resource):
                 "a write: expected an imm of 32 bits, at least 1 byte, and one destination for each"
                 f" source, got imm {imm}, {page_bytes} bytes, {pairs[1]} for {pairs[0]} sources"
             )
-        own = _find("source", src.descriptor, self._epoch, len(self._views))
-        interface.check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
+        if (source := self._views.get(src)) is None:
+            raise TransferError(f"source: expected a region of this engine, got another: {src}")
+        interface.check_offsets("source", src_offsets, page_bytes, source.nbytes)
         self._last_ticket += 1
         if not self._control.is_open(peer):
             return self._last_ticket
         known = self._peers[peer]
         sizes = known.link.region_bytes
-        region = _find("destination", dst, known.epoch, len(sizes))
-        if not sizes[region]:
-            raise TransferError("destination: expected writable memory, got a source alone")
-        interface.check_offsets("destination", dst_offsets, page_bytes, sizes[region])
+        if not 0 <= dst < len(sizes) or not sizes[dst]:
+            raise TransferError(
+                f"destination: expected one of the peer's regions {list(range(len(sizes)))}, and no"
+                f" source alone, got {dst}; take the descriptor that it sent on this connection"
+            )
+        interface.check_offsets("destination", dst_offsets, page_bytes, sizes[dst])
         job = Job(
             ticket=self._last_ticket,
             peer=peer,
-            source=self._views[own],
-            source_region=own,
-            region=region,
+            source=source,
+            source_region=src.descriptor,
+            region=dst,
             write_bytes=page_bytes,
             source_offsets=np.array(src_offsets, dtype=np.int64),
             destination_offsets=np.array(dst_offsets, dtype=np.int64),
@@ -225,7 +223,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
         known = self._peers[peer]
         for name in known.links.keys() - {chosen.name}:
             known.links.pop(name).close()
-        known.epoch = opened.opening.epoch
         known.link.start(offers[chosen.name])
 
     def _post_next(self) -> None:
@@ -256,14 +253,3 @@ class QueuedEngine(interface.TransferEngine, Resource):
                 for link in self._fencing.pop(peer):
                     link.close()
                 self._events.append(interface.PeerFenced(peer=peer))
-
-
-def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:
-    """Which of an engine's regions a descriptor names, or TransferError."""
-    owner, region = decode(descriptor, tuple[int, int], f"{what}: not a region descriptor")
-    if owner != epoch or not 0 <= region < num_regions:
-        raise TransferError(
-            f"{what}: expected a descriptor of a region that this peer registered, got another;"
-            " take the one it sent on this connection"
-        )
-    return region

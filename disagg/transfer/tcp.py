@@ -74,7 +74,7 @@ class TcpLink(Link):
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.outgoing:
             self._data = data = self.control.dial_again(self.peer)
-            data.unsent += framed(encode_opening(Opening(0, {}, key)))
+            data.unsent += framed(encode_opening(Opening({}, key)))
             self._watch(data, blocked=True)
 
     def can_post(self) -> bool:

@@ -48,7 +48,7 @@ def writer_main(address, nbytes):
         region = engine.register(Memory(address=memory.address, nbytes=nbytes, fd=memory.fd))
         peer = engine.connect(*address)
         engine.send(peer, b"hello")
-        descriptor = poll_until(engine, MessageReceived)[0].data
+        descriptor = int(poll_until(engine, MessageReceived)[0].data)
         while order := poll_until(engine, MessageReceived)[0].data:
             if order == b"end":
                 return
@@ -109,7 +109,7 @@ def main():
         writer = context.Process(target=writer_main, args=(address, nbytes), daemon=True)
         writer.start()
         peer = poll_until(engine, MessageReceived)[0].peer
-        engine.send(peer, region.descriptor)
+        engine.send(peer, b"%d" % region.descriptor)
         print(f"shm, {options.mib} MiB, random page order, median of {options.repeats}")
         print(f"{'page':>8} {'GB/s':>6} {'memcpy':>7} {'ratio':>6}")
         imm = 0
