@@ -26,6 +26,7 @@ from disagg.transfer.interface import (
     Memory,
     MemoryRegion,
     MessageReceived,
+    Pages,
     Peer,
     PeerFenced,
     PeerLost,
@@ -213,7 +214,8 @@ class FakeTransfer(TransferEngine):
         conn.messages[1 - end].append(data)
         self.network.on_message_sent(conn, end, data)
 
-    def write_pages(self, peer, src, dst, page_bytes, src_offsets, dst_offsets, imm) -> Ticket:
+    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        src, dst, page_bytes, src_offsets, dst_offsets = pages
         if self.reject_after == 0:
             self.reject_after = -1
             raise TransferError("this write cannot be posted")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from disagg.transfer.control import Control, Opened
-from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferEngine
+from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
 from disagg.transfer.shm import Copy, ShmMedium
@@ -81,7 +81,13 @@ def write(
 ) -> Ticket:
     """One write."""
     offsets = np.array([src_offset]), np.array([dst_offset])
-    return engine.write_pages(peer, src, dst, nbytes, *offsets, imm)
+    return write_pages(engine, peer, src, dst, nbytes, *offsets, imm)
+
+
+def write_pages(engine: TransferEngine, peer: Peer, *pages_and_imm) -> Ticket:
+    """The fields of `Pages` and the imm, in a row."""
+    *pages, imm = pages_and_imm
+    return engine.write_pages(peer, Pages(*pages), imm)
 
 
 def in_halves(inside: Callable[[], None]) -> Copy:

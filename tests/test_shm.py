@@ -29,7 +29,7 @@ from disagg.transfer.interface import (
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, host_identity
-from tests.engines import OpeningControl, shm_engine, write
+from tests.engines import OpeningControl, shm_engine, write, write_pages
 from tests.test_transfer_conformance import KIB, MIB, World, noise, shuffled
 
 
@@ -76,8 +76,8 @@ def test_one_poll_copies_a_bounded_amount_and_peers_take_turns(world):
     pages = np.arange(4 * BATCH_BYTES // page) * page
     peers = [world.connect(writer, owner)[0] for owner in owners]
     for owner, there in zip(owners, peers, strict=True):
-        writer.engine.write_pages(
-            there, writer.region, owner.region.descriptor, page, pages, pages, 1
+        write_pages(
+            writer.engine, there, writer.region, owner.region.descriptor, page, pages, pages, 1
         )
     copied = [[], []]
     for _ in range(8):
@@ -92,8 +92,8 @@ def test_a_withdrawal_between_two_batches_says_exactly_what_was_copied(world):
     there, _ = world.connect(writer, owner)
     writer.bytes[:] = 1
     pages = shuffled(4 * BATCH_BYTES // (64 * KIB), 64 * KIB)
-    ticket = writer.engine.write_pages(
-        there, writer.region, owner.region.descriptor, 64 * KIB, pages, pages, 1
+    ticket = write_pages(
+        writer.engine, there, writer.region, owner.region.descriptor, 64 * KIB, pages, pages, 1
     )
     writer.poll()
     assert writer.engine.withdraw([ticket]) == BATCH_BYTES // (64 * KIB)

@@ -20,7 +20,7 @@ from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, 
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
-from tests.engines import open_descriptors, write
+from tests.engines import open_descriptors, write, write_pages
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
 
@@ -58,8 +58,8 @@ def lanes_of(node, peer):
 
 def pages(node, peer, target, count, page_bytes, imm, seed=0):
     order = shuffled(count, page_bytes, seed)
-    return node.engine.write_pages(
-        peer, node.region, target.region.descriptor, page_bytes, order, order, imm
+    return write_pages(
+        node.engine, peer, node.region, target.region.descriptor, page_bytes, order, order, imm
     )
 
 

@@ -1,6 +1,6 @@
 """All of a transfer engine but the moving of bytes: regions, tickets, jobs of each peer.
 
-    write_pages --> jobs of a peer --turns--> link.post --> link.take_ended --> WritesDone
+    write_pages --> jobs of a peer --turns--> link.post --> link.settle --> WritesDone
     connect --> a link of each medium --> Opened: the one that was chosen --> link.start
     called  --> Opened --> a link of the first medium that fits -----------> link.start
     Lost --> link.revoke --> PeerLost --> link.is_fenced --> PeerFenced, link.close
@@ -18,12 +18,19 @@ from functools import partial
 
 import numpy as np
 
-from disagg.kv_layout import Offsets
 from disagg.resource import Resource
 from disagg.transfer import interface
 from disagg.transfer.control import Control, Lost, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
-from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
+from disagg.transfer.interface import (
+    Event,
+    Memory,
+    MemoryRegion,
+    Pages,
+    Peer,
+    Ticket,
+    TransferError,
+)
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
 
 logger = logging.getLogger(__name__)
@@ -96,24 +103,17 @@ class QueuedEngine(interface.TransferEngine, Resource):
     def send(self, peer: Peer, data: bytes) -> None:
         self._control.send(peer, data)
 
-    def write_pages(
-        self,
-        peer: Peer,
-        src: MemoryRegion,
-        dst: int,
-        page_bytes: int,
-        src_offsets: Offsets,
-        dst_offsets: Offsets,
-        imm: int,
-    ) -> Ticket:
+    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        region, dst, page_bytes, *offsets = pages
+        src_offsets, dst_offsets = (np.array(each, np.int64) for each in offsets)  # they may change
         pairs = len(src_offsets), len(dst_offsets)
         if not 0 <= imm <= interface.MAX_IMM or page_bytes < 1 or not pairs[0] == pairs[1] > 0:
             raise TransferError(
                 "a write: expected an imm of 32 bits, at least 1 byte, and one destination for each"
                 f" source, got imm {imm}, {page_bytes} bytes, {pairs[1]} for {pairs[0]} sources"
             )
-        if (source := self._views.get(src)) is None:
-            raise TransferError(f"source: expected a region of this engine, got another: {src}")
+        if (source := self._views.get(region)) is None:
+            raise TransferError(f"source: expected a region of this engine, got another: {region}")
         interface.check_offsets("source", src_offsets, page_bytes, source.nbytes)
         self._last_ticket += 1
         if not self._control.is_open(peer):
@@ -126,17 +126,8 @@ class QueuedEngine(interface.TransferEngine, Resource):
                 f" source alone, got {dst}; take the descriptor that it sent on this connection"
             )
         interface.check_offsets("destination", dst_offsets, page_bytes, sizes[dst])
-        job = Job(
-            ticket=self._last_ticket,
-            peer=peer,
-            source=source,
-            source_region=src.descriptor,
-            region=dst,
-            write_bytes=page_bytes,
-            source_offsets=np.array(src_offsets, dtype=np.int64),
-            destination_offsets=np.array(dst_offsets, dtype=np.int64),
-            imm=imm,
-        )
+        pages = Pages(region, dst, page_bytes, src_offsets, dst_offsets)
+        job = Job(ticket=self._last_ticket, peer=peer, pages=pages, source=source, imm=imm)
         self._open[job.ticket] = job
         known.link.jobs.append(job)
         return job.ticket
@@ -155,15 +146,15 @@ class QueuedEngine(interface.TransferEngine, Resource):
             link = self._peers[job.peer].link
             if job in link.jobs:
                 link.jobs.remove(job)
-                link.end(job.ticket)  # `WritesDone` of those writes that were posted
+                link.out.append(job)  # it ends with those writes that were posted
         return sum(job.num_posted for job in jobs)
 
     def poll(self, timeout: float) -> list[Event]:
         self._post_next()
         for known in self._peers.values():
-            for end in known.link.take_ended():
-                del self._open[end.ticket]
-                self._events.append(end)
+            for job in known.link.settle():
+                del self._open[job.ticket]
+                self._events.append(interface.WritesDone(ticket=job.ticket))
         can_post = any(known.link.can_post() for known in self._peers.values())
         if can_post or self._events or self._counter.reached:
             timeout = 0.0

@@ -152,16 +152,12 @@ class ShmLink(Link):
         records: list[tuple[int, int]] = []
         budget = BATCH_BYTES
         while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
-            job = self.jobs[0]
-            some = slice(job.num_posted, job.num_posted + max(1, budget // job.write_bytes))
-            sources, destinations = job.source_offsets[some], job.destination_offsets[some]
-            region, nbytes = self.regions[job.region], job.write_bytes
+            nbytes = self.jobs[0].pages.page_bytes
+            job, sources, destinations = self.take(max(1, budget // nbytes))
+            region = self.regions[job.pages.destination]
             self._medium.copy(region, job.source, nbytes, destinations, sources)
-            job.num_posted += len(sources)
             budget -= nbytes * len(sources)
             records.append((job.imm, len(sources)))
-            if job.is_posted:
-                self.end(self.jobs.popleft().ticket)
         return records
 
     def _map(self, theirs: _Info, files: str) -> None:

@@ -22,10 +22,16 @@ from functools import partial
 
 import msgspec
 
-from disagg.transfer.interface import Memory, Ticket, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Link, Medium
+from disagg.transfer.interface import Memory
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
 from disagg.transfer.opening import Opening, decode, encode_opening
-from disagg.transfer.tcp_frames import FRAME_BYTES, Frame, FrameReader, outgoing_frame
+from disagg.transfer.tcp_frames import (
+    FRAME_BYTES,
+    Frame,
+    FrameReader,
+    outgoing_frame,
+    writes_of_frame,
+)
 from disagg.transfer.waiter import READABLE, WRITABLE
 from disagg.transfer.wire import Wire, framed
 
@@ -67,7 +73,7 @@ class TcpLink(Link):
         self._send = send
         self._data: Wire | None = None
         self._blocked = True  # until there is a connection
-        self._frame: Frame | None = None
+        self._frame: tuple[Job, Frame] | None = None
 
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
@@ -86,26 +92,21 @@ class TcpLink(Link):
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
             if self._frame is None:
-                self._frame = outgoing_frame(self.jobs[0])
-                if self.jobs[0].is_posted:
-                    self.end(self.jobs.popleft().ticket)
+                job, *offsets = self.take(writes_of_frame(self.jobs[0].pages.page_bytes))
+                job.under_way = 1
+                self._frame = job, outgoing_frame(job, *offsets)
+            job, frame = self._frame
             try:
-                sent = self._send(self._data.socket, self._frame.rest())
+                sent = self._send(self._data.socket, frame.rest())
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
-            self._frame.moved += sent
-            if self._frame.moved < self._frame.end:
+            frame.moved += sent
+            if frame.moved < frame.end:
                 self._watch(self._data, blocked=True)
             else:
-                self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
+                job.under_way = 0
                 self._frame = None
-
-    def end(self, ticket: Ticket) -> None:
-        if self._frame is not None:
-            self._frame.ends.append(ticket)
-        else:
-            super().end(ticket)
 
     def revoke(self) -> None:
         self.guard(partial(self._receive, LAST_BYTES))

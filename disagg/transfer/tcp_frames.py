@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
-from disagg.transfer.interface import MAX_IMM, Ticket, TransferError, check_offsets
+from disagg.transfer.interface import MAX_IMM, TransferError, check_offsets
 from disagg.transfer.medium import Arrived, Bytes, Job
 from disagg.transfer.opening import decode
 from disagg.transfer.wire import Wire, framed
@@ -38,8 +38,7 @@ class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 
 class Frame:
     """A frame on its way: a head (if we send it), then slices of a region. `moved` bytes are over,
-    counted from the end of the head, so less than 0 within it; at `end` all are. `ends`: tickets
-    that end with it."""
+    counted from the end of the head, so less than 0 within it; at `end` all are."""
 
     def __init__(
         self, region: Bytes, offsets: Offsets, write_bytes: int, head: bytes = b""
@@ -51,7 +50,6 @@ class Frame:
         self._head, self._write_bytes = memoryview(head), write_bytes
         self._pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
         self.moved, self.end = -len(head), len(offsets) * write_bytes
-        self.ends: list[Ticket] = []
 
     def rest(self) -> list[memoryview]:
         """What is left to move, as buffers for one system call."""
@@ -61,14 +59,16 @@ class Frame:
         return [self._pages[first][within:], *self._pages[first + 1 :]]
 
 
-def outgoing_frame(job: Job) -> Frame:
-    """The next writes of a job, which count as posted from now on."""
-    count = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // job.write_bytes))
-    some = slice(job.num_posted, job.num_posted + count)
-    sources, destinations = job.source_offsets[some], job.destination_offsets[some]
-    job.num_posted += len(sources)
-    head = Head(job.region, job.imm, job.write_bytes, destinations.astype("<i8").tobytes())
-    return Frame(job.source, sources, job.write_bytes, framed(msgspec.msgpack.encode(head)))
+def writes_of_frame(page_bytes: int) -> int:
+    """How many writes of this size one frame takes."""
+    return max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // page_bytes))
+
+
+def outgoing_frame(job: Job, sources: Offsets, destinations: Offsets) -> Frame:
+    """Some writes of a job."""
+    region, nbytes = job.pages.destination, job.pages.page_bytes
+    head = Head(region, job.imm, nbytes, destinations.astype("<i8").tobytes())
+    return Frame(job.source, sources, nbytes, framed(msgspec.msgpack.encode(head)))
 
 
 class FrameReader:

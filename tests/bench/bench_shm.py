@@ -17,6 +17,7 @@ import numpy as np
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
+from tests.engines import write_pages
 
 #: A layer's share of a transfer: tickets of this many bytes are posted at once.
 TICKET_BYTES = 8 << 20
@@ -66,7 +67,7 @@ def write_scattered(engine, peer, region, descriptor, page_bytes, imm, rng):
     engine.send(peer, b"ready")
     poll_until(engine, MessageReceived)
     for source, destination in zip(sources, destinations, strict=True):
-        engine.write_pages(peer, region, descriptor, page_bytes, source, destination, imm)
+        write_pages(engine, peer, region, descriptor, page_bytes, source, destination, imm)
 
 
 def measure(engine, peer, memory, page_bytes, imm):

@@ -19,6 +19,7 @@ from disagg.transfer.interface import ImmReached, Memory, MessageReceived, Write
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
+from tests.engines import write_pages
 from tests.fake_verbs import Fabric
 
 PAGE_BYTES = 4096
@@ -67,7 +68,7 @@ class Pair:
         order = np.random.default_rng(1).permutation(num_writes) * PAGE_BYTES
         self.reader.expect(self.back, self.imm, num_writes)
         arguments = self.target.descriptor, PAGE_BYTES, order, order, self.imm
-        self.writer.write_pages(self.there, self.source, *arguments)
+        write_pages(self.writer, self.there, self.source, *arguments)
         link = self.writer._peers[self.there].link
         lane = self.sends
         start = time.perf_counter_ns()
