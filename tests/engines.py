@@ -16,6 +16,7 @@ import numpy as np
 
 from disagg.transfer.control import Control, Opened
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
+from disagg.transfer.medium import Link
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
 from disagg.transfer.shm import Copy, ShmMedium
@@ -88,6 +89,11 @@ def write_pages(engine: TransferEngine, peer: Peer, *pages_and_imm) -> Ticket:
     """The fields of `Pages` and the imm, in a row."""
     *pages, imm = pages_and_imm
     return engine.write_pages(peer, Pages(*pages), imm)
+
+
+def link_of(node, peer: Peer) -> Link:
+    """What moves a node's writes to an open peer."""
+    return node.engine._link(peer)
 
 
 def in_halves(inside: Callable[[], None]) -> Copy:

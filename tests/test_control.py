@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.transfer import control as control_module
-from disagg.transfer.control import MAX_MESSAGE_BYTES, Lost, Opened
-from disagg.transfer.interface import MessageReceived, TransferError
+from disagg.transfer.control import MAX_MESSAGE_BYTES, Opened
+from disagg.transfer.interface import MessageReceived, PeerLost, TransferError
 from disagg.transfer.opening import Opening, encode_opening
 from disagg.transfer.wire import READ_BYTES
 from tests.engines import OpeningControl
@@ -127,11 +127,11 @@ def test_messages_said_last_arrive_before_the_loss(ours, theirs):
     run(ours, theirs, until=lambda a, b: a and b)
     ours.send(peer, b"goodbye")
     ours.close_peer(peer, "done")
-    assert ours.poll(0) == [Lost(peer=1, why="done", announced=True)]
+    assert ours.poll(0) == [PeerLost(peer=1, why="done")]
     assert ours.poll(0) == []
     ours.close_peer(peer, "again")
     ours.send(peer, b"to nobody")
-    _, other = run(ours, theirs, until=lambda a, b: of(Lost, b))
+    _, other = run(ours, theirs, until=lambda a, b: of(PeerLost, b))
     assert isinstance(other[0], MessageReceived)
     assert "closed the connection" in other[1].why
     assert not ours.is_open(peer)
@@ -152,7 +152,7 @@ def test_a_link_that_fails_takes_the_last_words(ours, theirs, error, why):
     theirs.guard(1, fail)
     assert theirs.poll(0) == [
         MessageReceived(peer=1, data=b"last"),
-        Lost(peer=1, why=why, announced=True),
+        PeerLost(peer=1, why=why),
     ]
     theirs.guard(1, fail)
     assert theirs.poll(0) == []
@@ -175,7 +175,7 @@ def test_a_taken_port_is_named_with_the_way_out(ours, theirs):
 def test_what_can_be_no_host_name_is_told_as_such(ours, host):
     peer = ours.connect(host, 1)
     (lost,) = ours.poll(0)
-    assert (lost.peer, lost.announced) == (peer, True)
+    assert lost.peer == peer
     assert f"cannot connect to {host}:1: not a host name" in lost.why
     with pytest.raises(TransferError, match=f"cannot listen on {host}:0: not a host name"):
         ours.listen(host, 0)
@@ -187,7 +187,6 @@ def test_a_refused_connection_names_the_address(ours):
         host, port = unused.getsockname()
         ours.connect(host, port)
         (lost,) = run(ours, until=len)[0]
-    assert lost.announced
     assert lost.why.startswith(f"cannot connect to {host}:{port}: Connection refused; check host")
 
 
@@ -293,18 +292,18 @@ def test_nonsense_ends_the_connection_with_a_reason(ours, data, why):
         accepted, _ = server.accept()
         with accepted:
             accepted.sendall(data)
-            (events,) = run(ours, until=lambda a: of(Lost, a))
+            (events,) = run(ours, until=lambda a: of(PeerLost, a))
     assert why in events[-1].why
     assert "127.0.0.1:" in events[-1].why
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10", opening()[:-1], frame(b"junk"), opening()])
-def test_a_stranger_that_leaves_is_not_announced(ours, data):
+def test_a_stranger_that_leaves_is_a_loss_too(ours, data):
     address = ours.listen("127.0.0.1", 0)
     with socket.create_connection(address) as stranger:
         stranger.sendall(data)
-    (events,) = run(ours, until=lambda a: of(Lost, a))
-    assert of(Lost, events)[0].announced is False
+    (events,) = run(ours, until=lambda a: of(PeerLost, a))
+    assert of(PeerLost, events)[0].peer == 1
 
 
 @settings(
@@ -316,7 +315,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
         ours.listen("127.0.0.1", 0)
     with socket.create_connection(ours._listener.getsockname()) as stranger:
         stranger.sendall(opening() * opened + data)
-    run(ours, until=lambda a: of(Lost, a))
+    run(ours, until=lambda a: of(PeerLost, a))
     assert not ours._connections
 
 
@@ -337,8 +336,8 @@ def test_a_reset_is_a_loss(ours):
         accepted.close()
         ours.send(peer, b"into the void")
         ours.send(peer, b"and again")
-        (events,) = run(ours, until=lambda a: of(Lost, a))
-    assert len(of(Lost, events)) == 1
+        (events,) = run(ours, until=lambda a: of(PeerLost, a))
+    assert len(of(PeerLost, events)) == 1
 
 
 def test_last_words_are_heard_although_our_answer_cannot_be_sent(ours):
@@ -352,7 +351,7 @@ def test_last_words_are_heard_although_our_answer_cannot_be_sent(ours):
             accepted.sendall(frame(b"goodbye"))
         for _ in range(3):  # answered with a reset, then refused
             ours.send(peer, b"hello?")
-        (events,) = run(ours, until=lambda a: of(Lost, a))
+        (events,) = run(ours, until=lambda a: of(PeerLost, a))
     assert events[0] == MessageReceived(peer=peer, data=b"goodbye")
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Lost, Opened
+from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Opened
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -24,7 +24,7 @@ from disagg.transfer.opening import Opening, encode_opening
 from disagg.transfer.tcp import CALL_BYTES
 from disagg.transfer.tcp_frames import FRAME_BYTES, MAX_FRAME_WRITES
 from disagg.transfer.wire import framed
-from tests.engines import OpeningControl, tcp_engine, write, write_pages
+from tests.engines import OpeningControl, link_of, tcp_engine, write, write_pages
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,
     KIB,
@@ -40,10 +40,6 @@ from tests.test_transfer_conformance import (
 def world():
     with contextlib.closing(World(tcp_engine)) as world:
         yield world
-
-
-def link_of(node, peer):
-    return node.engine._peers[peer].link
 
 
 def make_buffers_small(node, peer):
@@ -297,7 +293,7 @@ class Impostor:
                         self.control.ready(event.peer)
                     case MessageReceived(data=data):
                         self.messages.append(data)
-                    case Lost(why=why):
+                    case PeerLost(why=why):
                         self.lost.append(why)
 
     def dial(self, victim, key=None, regions=(4096,)):
@@ -326,7 +322,7 @@ def impostor():
 
 
 def peer_of(node):
-    (peer,) = node.engine._peers
+    (peer,) = node.engine._links
     return peer
 
 
@@ -343,18 +339,12 @@ HEAD_BYTES = len(frame([0, 8]))
 
 
 def fate(world, impostor, node):
-    """Why the node lost the impostor; it was never announced, so only the control knows."""
-    reasons = []
-    close_peer = node.engine._control.close_peer
-
-    def spy(peer, why):
-        reasons.append(why)
-        close_peer(peer, why)
-
-    node.engine._control.close_peer = spy
-    impostor.run(node, lambda: not node.engine._peers)
-    assert node.events == []
-    return reasons[0]
+    """Why the node lost the impostor."""
+    impostor.run(node, lambda: node.of(PeerFenced))
+    lost, fenced = node.events
+    assert fenced == PeerFenced(peer=lost.peer)
+    assert not node.engine._links
+    return lost.why
 
 
 def test_an_honest_impostor_is_a_peer(world, impostor):
@@ -468,10 +458,10 @@ def test_a_data_connection_without_the_key_is_closed_in_time(world, impostor, ke
     node = world.node(opening_timeout=0.3)
     impostor.dial(node, key=key)
     world.run(lambda: was_closed(impostor.data))
-    assert len(node.engine._peers) == (len(key) > 10)
+    assert len(node.engine._links) == (len(key) > 10)
     impostor.run(node, lambda: impostor.lost)
-    assert not node.engine._peers
-    assert node.events == []
+    assert not node.engine._links
+    assert {type(event) for event in node.events} == {PeerLost, PeerFenced}
 
 
 def test_a_key_opens_once(world, impostor):

@@ -148,3 +148,5 @@ class PrefillerMessenger(Messenger):
             level = logging.WARNING if link.attempts else logging.INFO
             logger.log(level, "decoder %d lost: %s", event.peer, event.why)
             self._writer.on_peer_lost(link)
+        else:
+            logger.info("a caller is gone: %s", event.why)

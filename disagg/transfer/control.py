@@ -3,7 +3,7 @@
     connecting --connected--> opening --their opening--> opened --ready()--> messages flow
         |  refused, timeout      |  garbage, version,       |  timeout           |  EOF, reset,
         v                        v  transport, timeout      v                    v  bad frame
-    Lost <-----------------------------------------------------------------------'
+    PeerLost <-------------------------------------------------------------------'
 
 The first frame each way is the opening; who connected says its own first. What it offers belongs to
 the links (addresses, tokens). Between `Opened` and `ready()` a link builds its own path; messages
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from disagg.transfer import wire
-from disagg.transfer.interface import MessageReceived, Peer, TransferError
+from disagg.transfer.interface import MessageReceived, Peer, PeerLost, TransferError
 from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
@@ -57,16 +57,7 @@ class NoteReceived:
     data: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A connection is over. `announced`: the user knows the peer (connected to it, or heard it)."""
-
-    peer: Peer
-    why: str
-    announced: bool
-
-
-ControlEvent = Opened | MessageReceived | NoteReceived | Lost
+ControlEvent = Opened | MessageReceived | NoteReceived | PeerLost
 
 #: Is handed a connection that joins another, after its first frame, the opening.
 Take = Callable[[wire.Wire], None]
@@ -170,7 +161,7 @@ class Control:
         except OSError as error:
             self._last_peer += 1
             why = f"cannot connect to {where}: {wire.reason_of(error)}; {wire.CHECK}"
-            self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
+            self._events.append(PeerLost(peer=self._last_peer, why=why))
             return self._last_peer
 
     def open(self, peer: Peer, offers: dict[str, bytes]) -> None:
@@ -179,10 +170,10 @@ class Control:
         self._queue(peer, frame, at_once=True)
 
     def close_peer(self, peer: Peer, why: str) -> None:
-        """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
+        """End a connection; `PeerLost` follows from the next `poll`. Unknown or lost: no-op."""
         if connection := self._connections.pop(peer, None):
             self.waiter.close_socket(connection.socket)
-            self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
+            self._events.append(PeerLost(peer=peer, why=why))
 
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""

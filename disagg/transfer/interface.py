@@ -94,7 +94,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLost:
-    """The connection is over; said once for each peer that `connect` returned or that spoke.
+    """The connection is over; said once for each, also of a caller that never spoke.
 
     No write of ours to it reads its source any more; its open tickets end without an event of their
     own. What it posted may still land HERE until `PeerFenced`.

@@ -56,8 +56,8 @@ class Pair:
             self.writer.poll(0)
             events = [e for e in self.reader.poll(0) if isinstance(e, MessageReceived)]
         self.back = events[0].peer
-        (self.sends,) = self.writer._peers[self.there].link._lanes
-        (self.receives,) = self.reader._peers[self.back].link._lanes
+        (self.sends,) = self.writer._link(self.there)._lanes
+        (self.receives,) = self.reader._link(self.back)._lanes
         self.sends.qp.post_sends = lambda requests: None
         self.receives.qp.post_receives = lambda: None
         self.imm = 0
@@ -69,7 +69,7 @@ class Pair:
         self.reader.expect(self.back, self.imm, num_writes)
         arguments = self.target.descriptor, PAGE_BYTES, order, order, self.imm
         write_pages(self.writer, self.there, self.source, *arguments)
-        link = self.writer._peers[self.there].link
+        link = self.writer._link(self.there)
         lane = self.sends
         start = time.perf_counter_ns()
         for first in range(0, num_writes, 512):

@@ -31,7 +31,7 @@ import pytest
 
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
-from tests.engines import RDMA_DEVICES, verbs_maker, write_pages
+from tests.engines import RDMA_DEVICES, link_of, verbs_maker, write_pages
 from tests.rdma_vm.patient import FOR_EVER
 from tests.test_transfer_conformance import KIB, MIB, World, noise
 
@@ -126,7 +126,7 @@ class Pair:
     @property
     def link(self):
         """The writer's. It holds what the owner granted, to be forged."""
-        return self.writer.engine._peers[self.there].link
+        return link_of(self.writer, self.there)
 
     def write(self, sources, targets, imm):
         target = self.owner.region.descriptor
