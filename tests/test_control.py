@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from disagg.transfer import control as control_module
 from disagg.transfer.control import MAX_MESSAGE_BYTES, Opened
 from disagg.transfer.interface import MessageReceived, PeerLost, TransferError
-from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.wire import READ_BYTES
+from disagg.transfer.wire import (
+    MAX_OPENING_BYTES,
+    READ_BYTES,
+    Opening,
+    decode_opening,
+    encode_opening,
+)
 from tests.engines import OpeningControl
 
 DEADLINE_SECONDS = 10.0
@@ -323,7 +328,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
 @given(body=st.binary(max_size=60))
 def test_no_opening_makes_poll_raise(body):
     with contextlib.suppress(ValueError):
-        control_module.decode_opening(encode_opening(Opening({"t": b""}))[:12] + body, ["t"])
+        decode_opening(encode_opening(Opening({"t": b""}))[:12] + body, ["t"])
 
 
 def test_a_reset_is_a_loss(ours):
@@ -367,7 +372,7 @@ def test_a_stranger_cannot_make_us_hold_more_than_a_frame(ours):
                 stranger.send(frame(b"m" * 65536))
             ours.poll(0)
         held = ours._connections[1].received
-        assert len(held) <= READ_BYTES + control_module.MAX_OPENING_BYTES
+        assert len(held) <= READ_BYTES + MAX_OPENING_BYTES
 
 
 def test_a_peer_that_never_reads_is_lost_before_it_eats_the_memory(ours, theirs):

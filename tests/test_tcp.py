@@ -20,10 +20,8 @@ from disagg.transfer.interface import (
     PeerLost,
     WritesDone,
 )
-from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.tcp import CALL_BYTES
-from disagg.transfer.tcp_frames import FRAME_BYTES, MAX_FRAME_WRITES
-from disagg.transfer.wire import framed
+from disagg.transfer.tcp import CALL_BYTES, FRAME_BYTES, MAX_FRAME_WRITES
+from disagg.transfer.wire import Opening, encode_opening, framed
 from tests.engines import OpeningControl, link_of, tcp_engine, write, write_pages
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,

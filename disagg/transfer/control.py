@@ -26,7 +26,6 @@ from functools import partial
 
 from disagg.transfer import wire
 from disagg.transfer.interface import MessageReceived, Peer, PeerLost, TransferError
-from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -46,7 +45,7 @@ class Opened:
     """The peer's opening fits. Answered with `open()`, if it called us, and `ready()`."""
 
     peer: Peer
-    opening: Opening
+    opening: wire.Opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ class Control:
 
     def open(self, peer: Peer, offers: dict[str, bytes]) -> None:
         """Say our opening: after `connect`, or in answer to `Opened`. Lost: no-op."""
-        frame = wire.framed(encode_opening(Opening(offers)))
+        frame = wire.framed(wire.encode_opening(wire.Opening(offers)))
         self._queue(peer, frame, at_once=True)
 
     def close_peer(self, peer: Peer, why: str) -> None:
@@ -263,7 +262,7 @@ class Control:
 
     def _watch(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
-        reads = not held or len(connection.received) < MAX_OPENING_BYTES
+        reads = not held or len(connection.received) < wire.MAX_OPENING_BYTES
         writes = bool(connection.unsent) or not connection.connected
         self.waiter.watch(
             connection.socket.fileno(),
@@ -275,7 +274,7 @@ class Control:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
         while self.is_open(peer):
-            limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
+            limit = MAX_MESSAGE_BYTES if connection.ready else wire.MAX_OPENING_BYTES
             taken = connection.take(limit, notes_only=connection.opened and not connection.ready)
             if taken is None:
                 return
@@ -291,7 +290,7 @@ class Control:
     def _on_opening(self, connection: _Connection, frame: bytes) -> None:
         peer = connection.peer
         try:
-            opening = decode_opening(frame, self._transports)
+            opening = wire.decode_opening(frame, self._transports)
         except TransferError as error:
             if not connection.announced:  # it called: our answer shows it why this is the end
                 self.open(peer, dict.fromkeys(self._transports, b""))

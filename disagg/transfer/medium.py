@@ -68,6 +68,7 @@ class Link(ABC):
     def __init__(self, connection: Connection) -> None:
         self.control = connection.control
         self.peer = connection.peer
+        self.arrived = connection.arrived
         self.outgoing = connection.outgoing
         self.info = b""
         self.jobs: deque[Job] = deque()

@@ -29,8 +29,8 @@ from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
 from disagg.transfer.medium import Bytes, Connection, Link, Medium
-from disagg.transfer.opening import decode
 from disagg.transfer.page_copy import copy_pages
+from disagg.transfer.wire import decode
 
 #: Copied under one lock of the lease: two to four milliseconds. Smaller ones would cost more: the
 #: lock, the note and a round of `poll` take a tenth of a millisecond.
@@ -97,7 +97,6 @@ class ShmLink(Link):
     def __init__(self, connection: Connection, medium: ShmMedium) -> None:
         super().__init__(connection)
         self._medium = medium
-        self._arrived = connection.arrived
         self.regions: list[Bytes] = []
         self.held_lease: HeldLease | None = None
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -133,7 +132,7 @@ class ShmLink(Link):
 
     def take_note(self, data: bytes) -> None:
         for imm, count in decode(data, list[tuple[int, int]], "malformed note of shm"):
-            self._arrived(imm, count)
+            self.arrived(imm, count)
 
     def revoke(self) -> None:
         if self.held_lease is not None:

@@ -39,9 +39,9 @@ from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
-from disagg.transfer.opening import decode
 from disagg.transfer.verbs_device import Address, End, Nic, base_of
 from disagg.transfer.waiter import READABLE
+from disagg.transfer.wire import decode
 
 MAX_NICS = 64
 #: The first write of a queue pair is as long as the longest packet: does that fit the way?
@@ -127,7 +127,7 @@ class VerbsLink(Link):
 
     def __init__(self, connection: Connection, medium: VerbsMedium) -> None:
         super().__init__(connection)
-        self.connection, self.medium = connection, medium
+        self.medium = medium
         self._lanes: list[_Lane] = []
         self._ready = False
         addresses = [nic.address for nic in medium.nics]
@@ -316,7 +316,7 @@ class _Lane:
             self.heard, imms = True, imms[1:]
         imms, counts = np.unique(imms, return_counts=True)
         for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
-            self._link.connection.arrived(imm, count)
+            self._link.arrived(imm, count)
         return found[failed][0] if failed.any() else None
 
     def why(self, failed: np.void) -> str:
