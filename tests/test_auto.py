@@ -152,12 +152,10 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_every_transport_has_an_engine_and_no_other_name_has(transport):
+def test_every_transport_has_an_engine(transport):
     wanted = {"auto": ["shm", "verbs", "tcp"]}.get(transport, [transport])
     with contextlib.closing(make_engine(transport, [Fabric().nic()])) as engine:
         assert [medium.name for medium in engine._media] == wanted
-    with pytest.raises(ValueError, match=r"expected one of auto, shm, verbs, tcp, got 'rdma'"):
-        make_engine("rdma")
 
 
 # --- Which NICs are opened ---

@@ -105,7 +105,7 @@ class Control:
             connection.ready = True
             connection.unsent += connection.waiting
             connection.waiting.clear()
-            self._move(connection)
+            self.guard(peer, partial(self._move, connection))
 
     def is_open(self, peer: Peer) -> bool:
         """Whether the peer is known and not lost."""
@@ -177,9 +177,7 @@ class Control:
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
         if not 1 <= len(data) <= MAX_MESSAGE_BYTES:
-            raise ValueError(
-                f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}; split it"
-            )
+            raise ValueError(f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
         self._queue(peer, wire.framed(data))
 
     def poll(self, timeout: float) -> list[ControlEvent]:
@@ -193,8 +191,9 @@ class Control:
             timeout = 0.0
         if self._listener is not None and now >= self._accept_at:
             self._accept_at = math.inf
-            accept = partial(self._accept, self._listener)
-            self.waiter.watch(self._listener.fileno(), READABLE, accept)
+            self.waiter.watch(
+                self._listener.fileno(), READABLE, partial(self._accept, self._listener)
+            )
         ends = min([self._accept_at, *(connection.deadline for connection in opening)])
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self._events = self._events, []
@@ -242,23 +241,19 @@ class Control:
         if connection := self._connections.get(peer):
             queue = connection.unsent if connection.ready or at_once else connection.waiting
             queue += frame
-            self._move(connection)
+            self.guard(peer, partial(self._move, connection))
 
     def _move(self, connection: _Connection, events: int = 0) -> None:
         """Do what can be done now; `events` are those that epoll reports."""
-
-        def move() -> None:
-            if events and not connection.connected:
-                connection.finish_connect()
-            if events & ~WRITABLE:
-                with suppress(BlockingIOError):
-                    connection.read(one_frame=not connection.opened)
-            self._parse(connection)
-            connection.flush()
-            if self.is_open(connection.peer):  # neither lost nor handed over
-                self._watch(connection)
-
-        self.guard(connection.peer, move)
+        if events and not connection.connected:
+            connection.finish_connect()
+        if events & ~WRITABLE:
+            with suppress(BlockingIOError):
+                connection.read(one_frame=not connection.opened)
+        self._parse(connection)
+        connection.flush()
+        if self.is_open(connection.peer):  # neither lost nor handed over
+            self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
@@ -267,7 +262,7 @@ class Control:
         self.waiter.watch(
             connection.socket.fileno(),
             READABLE * reads | WRITABLE * writes,
-            lambda events: self._move(connection, events),
+            lambda events: self.guard(connection.peer, partial(self._move, connection, events)),
         )
 
     def _parse(self, connection: _Connection) -> None:

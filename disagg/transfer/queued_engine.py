@@ -33,10 +33,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
     engines."""
 
     def __init__(
-        self,
-        media: Sequence[Medium],
-        *,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+        self, media: Sequence[Medium], *, opening_timeout: float = OPENING_TIMEOUT_SECONDS
     ) -> None:
         self._media = media
         names = [medium.name for medium in media]
