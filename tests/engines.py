@@ -19,30 +19,43 @@ from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, Transfe
 from disagg.transfer.medium import Link
 from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
-from disagg.transfer.shm import Copy, ShmMedium
-from disagg.transfer.tcp import Send, TcpMedium
+from disagg.transfer.shm import ShmMedium
+from disagg.transfer.tcp import TcpMedium
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
+
+#: As `copy_pages`, and as `socket.sendmsg`.
+Copy = Callable[[np.ndarray, np.ndarray, int, np.ndarray, np.ndarray], None]
+Send = Callable[[socket.socket, list[memoryview]], int]
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
 #: How much longer things may take where they are emulated.
 PATIENCE = 12.0 if RDMA_DEVICES else 1.0
 
 
+def shm_medium(copy: Copy) -> ShmMedium:
+    """Copies by `copy`."""
+    medium = ShmMedium()
+    medium.copy = copy
+    return medium
+
+
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Copies by `copy`; for `options` see `QueuedEngine`."""
-    return QueuedEngine([ShmMedium(copy)], **options)
+    return QueuedEngine([shm_medium(copy)], **options)
 
 
 def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
     """Sends by `send`."""
-    return QueuedEngine([TcpMedium(send)], **options)
+    medium = TcpMedium()
+    medium.send = send
+    return QueuedEngine([medium], **options)
 
 
 def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Either of them, as it fits."""
-    return QueuedEngine([ShmMedium(copy), TcpMedium()], **options)
+    return QueuedEngine([shm_medium(copy), TcpMedium()], **options)
 
 
 def nic_maker() -> Callable[[], Nic]:

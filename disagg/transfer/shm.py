@@ -18,13 +18,11 @@ the copy. One poll copies at most two batches' bytes, or one larger write.
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
@@ -39,9 +37,6 @@ BATCH_BYTES = 16 << 20
 MAX_RECORDS = 512
 TOKEN_BYTES = 16
 
-#: As `copy_pages`.
-Copy = Callable[[Bytes, Bytes, int, Offsets, Offsets], None]
-
 
 class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """Where a region lies in the file that its process has open as `fd`."""
@@ -52,12 +47,12 @@ class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 class ShmMedium(Medium):
-    """The memory to grant to peers. `copy` is there for tests that stop it."""
+    """The memory to grant to peers. Tests put another `copy` here, to stop it half way."""
 
     name = "shm"
 
-    def __init__(self, copy: Copy = copy_pages) -> None:
-        self.copy = copy
+    def __init__(self) -> None:
+        self.copy = copy_pages
         self.own: list[Extent | None] = []
         self.host = host_identity()
 

@@ -18,7 +18,6 @@ frame: a reader that does not read stops the posting, and what is not posted can
 """
 
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -43,9 +42,6 @@ LAST_BYTES = 16 << 20
 CALL_BYTES = 16 << 10
 
 _MAX_HEAD_BYTES = 8 * MAX_FRAME_WRITES + 64
-
-#: `socket.sendmsg`, as far as it is used.
-Send = Callable[[socket.socket, list[memoryview]], int]
 
 
 class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -81,32 +77,31 @@ class Frame:
 
 
 class TcpMedium(Medium):
-    """The memory that peers may write to, nothing of a region that is a source alone. `send` is
-    there for tests that stop it half way."""
+    """The memory that peers may write to, nothing of a region that is a source alone. Tests put
+    another `send` here, to stop it half way."""
 
     name = "tcp"
 
-    def __init__(self, send: Send = socket.socket.sendmsg) -> None:
-        self._send = send
-        self._regions: list[Bytes] = []
+    def __init__(self) -> None:
+        self.send = socket.socket.sendmsg
+        self.regions: list[Bytes] = []
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        self._regions.append(view if memory.writable else view[:0])
+        self.regions.append(view if memory.writable else view[:0])
 
     def link(self, connection: Connection) -> Link:
-        return TcpLink(connection, self._regions, self._send)
+        return TcpLink(connection, self)
 
 
 class TcpLink(Link):
     """One connection's data connection. In the opening stand the key for it (of who is called) and
     the sizes of our regions."""
 
-    def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
+    def __init__(self, connection: Connection, medium: TcpMedium) -> None:
         super().__init__(connection)
         key = b"" if self.outgoing else self.control.expect_join(self.peer, self._joined)
-        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in regions]))
-        self._regions = regions
-        self._send = send
+        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in medium.regions]))
+        self._medium, self._regions = medium, medium.regions
         self._data: Wire | None = None
         self._blocked = True  # until there is a connection
         self._outgoing: tuple[Job, Frame] | None = None
@@ -132,7 +127,7 @@ class TcpLink(Link):
                 self._outgoing = self._next_frame()
             job, frame = self._outgoing
             try:
-                sent = self._send(self._data.socket, frame.rest())
+                sent = self._medium.send(self._data.socket, frame.rest())
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
