@@ -17,9 +17,8 @@ import numpy as np
 from disagg.transfer.control import Control, Opened
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
 from disagg.transfer.medium import Link
-from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
-from disagg.transfer.shm import ShmMedium
+from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import Nic

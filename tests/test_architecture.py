@@ -84,7 +84,6 @@ TESTED_IN = {
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",
     "disagg.transfer.medium": "test_transfer_conformance",
-    "disagg.transfer.page_copy": "test_shm",
     "disagg.transfer.queued_engine": "test_transfer_conformance",
     "disagg.transfer.wire": "test_control",
 }

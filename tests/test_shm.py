@@ -27,8 +27,7 @@ from disagg.transfer.interface import (
     WritesDone,
 )
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
-from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, host_identity
+from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, copy_pages, host_identity
 from tests.engines import OpeningControl, link_of, shm_engine, write, write_pages
 from tests.test_transfer_conformance import KIB, MIB, World, noise, shuffled
 

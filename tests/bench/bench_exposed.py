@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import copy_pages
 from tests.engines import shm_medium
 from tests.nodes import HeldNode, ask, node_config
 from tests.tiny_models import make_tiny_llama

@@ -33,8 +33,8 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
-from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.shm import copy_pages
 from tests.engines import shm_medium
 
 MODES = ("alone", "looks", "sends")
