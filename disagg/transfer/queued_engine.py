@@ -96,10 +96,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         link = self._link(peer)
         sizes = link.region_bytes
         if not 0 <= dst < len(sizes) or not sizes[dst]:
-            raise TransferError(
-                f"destination: expected one of the peer's regions {list(range(len(sizes)))}, and no"
-                f" source alone, got {dst}; take the descriptor that it sent on this connection"
-            )
+            raise TransferError(f"destination: region {dst} is none that the peer lets us write to")
         interface.check_offsets("destination", dst_offsets, page_bytes, sizes[dst])
         pages = Pages(region, dst, page_bytes, src_offsets, dst_offsets)
         job = Job(ticket=self._last_ticket, peer=peer, pages=pages, source=source, imm=imm)

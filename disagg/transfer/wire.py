@@ -180,9 +180,7 @@ def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
         raise TransferError("no opening of a disagg node; check host and port")
     version = int.from_bytes(frame[len(_MAGIC) : len(_PREFIX)], "little")
     if version != _VERSION:
-        raise TransferError(
-            f"control version {version}, ours is {_VERSION}; run one release on both"
-        )
+        raise TransferError(f"control version {version}, ours is {_VERSION}; run the same on both")
     opening = decode(frame[len(_PREFIX) :], Opening, "a malformed opening")
     if not opening.key and not opening.offers.keys() & set(transports):
         theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
