@@ -24,9 +24,6 @@ from disagg.transfer.interface import Memory, Pages, Peer, Ticket, TransferError
 
 Bytes = npt.NDArray[np.uint8]
 
-#: Counts arrivals of an immediate: `arrived(imm, count)`.
-Arrived = Callable[[int, int], None]
-
 
 @dataclass(kw_only=True, eq=False)
 class Job:
@@ -49,12 +46,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """What a link is made for. `outgoing`: this side connected. `arrived` counts what the peer
-    wrote; it is called from the control's `poll`."""
+    """What a link is made for. `outgoing`: this side connected. `arrived(imm, count)` counts what
+    the peer wrote; it is called from the control's `poll`."""
 
     control: Control
     peer: Peer
-    arrived: Arrived
+    arrived: Callable[[int, int], None]
     outgoing: bool
 
 

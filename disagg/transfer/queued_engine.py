@@ -170,8 +170,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         """Make a link of each of the media, and say so in our opening. OSError."""
         arrived = partial(self._counter.count, peer)
         end = Connection(control=self._control, peer=peer, arrived=arrived, outgoing=outgoing)
-        links = {medium.name: medium.link(end) for medium in media}
-        self._links[peer] = links
+        self._links[peer] = links = {medium.name: medium.link(end) for medium in media}
         self._control.open(peer, {name: link.info for name, link in links.items()})
 
     def _on_opened(self, opened: Opened) -> None:

@@ -106,8 +106,7 @@ class Wire:
             # TCP lets a socket meet itself when the port it dials is also its own.
             code = errno.ECONNREFUSED
         if code:
-            reason = os.strerror(code)
-            raise TransferError(f"cannot connect to {self.address}: {reason}; {CHECK}")
+            raise TransferError(f"cannot connect to {self.address}: {os.strerror(code)}; {CHECK}")
         self.connected = True
 
     def flush(self) -> None:
