@@ -65,8 +65,8 @@ Take = Callable[[wire.Wire], None]
 @dataclass(kw_only=True, eq=False)
 class _Connection(wire.Wire):
     """`waiting`: messages to send when it is `ready`. `joins`: by key, what takes a connection that
-    joins it. It ends if it is not ready and announced by the `deadline`; from then on the user
-    watches its silence."""
+    joins it. `announced`: the user knows it, for it is the user's or a message came. It ends if it
+    is not ready and announced by the `deadline`; from then on the user watches its silence."""
 
     peer: Peer
     announced: bool

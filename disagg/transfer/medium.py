@@ -5,8 +5,8 @@
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
                 post(), settle() ... revoke(), is_fenced(), close()
 
-A link takes writes from the front of its `jobs`, in order: they can no longer be withdrawn. Whose
-writes are all out waits among those `out` until none of them is `under_way`.
+A link takes writes from the front of its `jobs`, in order: those can no longer be withdrawn. A job
+that has no more waits in `out` until none of its writes is `under_way`; then its ticket ends.
 """
 
 from abc import ABC, abstractmethod
