@@ -26,6 +26,7 @@ from disagg.transfer.interface import (
     Memory,
     MemoryRegion,
     MessageReceived,
+    Pages,
     Peer,
     PeerFenced,
     PeerLost,
@@ -177,7 +178,7 @@ class FakeTransfer(TransferEngine):
         array_type = ctypes.c_uint8 * memory.nbytes
         self.regions.append(np.ctypeslib.as_array(array_type.from_address(memory.address)))
         self.writable.append(memory.writable)
-        return MemoryRegion(memory=memory, descriptor=bytes((len(self.regions) - 1,)))
+        return MemoryRegion(memory=memory, descriptor=len(self.regions) - 1)
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         if (host, port) in self.network.listeners:
@@ -213,7 +214,8 @@ class FakeTransfer(TransferEngine):
         conn.messages[1 - end].append(data)
         self.network.on_message_sent(conn, end, data)
 
-    def write_pages(self, peer, src, dst, page_bytes, src_offsets, dst_offsets, imm) -> Ticket:
+    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        src, dst, page_bytes, src_offsets, dst_offsets = pages
         if self.reject_after == 0:
             self.reject_after = -1
             raise TransferError("this write cannot be posted")
@@ -224,13 +226,12 @@ class FakeTransfer(TransferEngine):
         self.next_ticket += 1
         if conn is None:
             return ticket.number
-        if len(dst) != 1 or dst[0] >= len(conn.ends[1 - end].regions):
+        if not 0 <= dst < len(conn.ends[1 - end].regions):
             raise TransferError(f"{dst!r} is no descriptor of this peer")
-        region = dst[0]
-        if not conn.ends[1 - end].writable[region]:
+        if not conn.ends[1 - end].writable[dst]:
             raise TransferError("this region of the peer is a source alone")
-        target = conn.ends[1 - end].regions[region]
-        source = self.regions[src.descriptor[0]]
+        target = conn.ends[1 - end].regions[dst]
+        source = self.regions[src.descriptor]
         for s, d in zip(src_offsets, dst_offsets, strict=True):
             if not (0 <= s <= len(source) - page_bytes and 0 <= d <= len(target) - page_bytes):
                 raise TransferError(f"offset {s} or {d} lies outside its region")
@@ -242,11 +243,11 @@ class FakeTransfer(TransferEngine):
                     conn=conn,
                     ticket=ticket,
                     source=view,
-                    region=region,
+                    region=dst,
                     offset=int(d),
                     imm=imm,
                     source_offset=int(s),
-                    source_region=src.descriptor[0],
+                    source_region=src.descriptor,
                 )
             )
         return ticket.number

@@ -15,33 +15,46 @@ from pathlib import Path
 import numpy as np
 
 from disagg.transfer.control import Control, Opened
-from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferEngine
-from disagg.transfer.page_copy import copy_pages
+from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
+from disagg.transfer.medium import Link
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
-from disagg.transfer.shm import Copy, ShmMedium
-from disagg.transfer.tcp import Send, TcpMedium
+from disagg.transfer.shm import ShmMedium, copy_pages
+from disagg.transfer.tcp import TcpMedium
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
+
+#: As `copy_pages`, and as `socket.sendmsg`.
+Copy = Callable[[np.ndarray, np.ndarray, int, np.ndarray, np.ndarray], None]
+Send = Callable[[socket.socket, list[memoryview]], int]
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
 #: How much longer things may take where they are emulated.
 PATIENCE = 12.0 if RDMA_DEVICES else 1.0
 
 
+def shm_medium(copy: Copy) -> ShmMedium:
+    """Copies by `copy`."""
+    medium = ShmMedium()
+    medium.copy = copy
+    return medium
+
+
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Copies by `copy`; for `options` see `QueuedEngine`."""
-    return QueuedEngine([ShmMedium(copy)], **options)
+    return QueuedEngine([shm_medium(copy)], **options)
 
 
 def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
     """Sends by `send`."""
-    return QueuedEngine([TcpMedium(send)], **options)
+    medium = TcpMedium()
+    medium.send = send
+    return QueuedEngine([medium], **options)
 
 
 def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Either of them, as it fits."""
-    return QueuedEngine([ShmMedium(copy), TcpMedium()], **options)
+    return QueuedEngine([shm_medium(copy), TcpMedium()], **options)
 
 
 def nic_maker() -> Callable[[], Nic]:
@@ -74,14 +87,25 @@ def write(
     peer: Peer,
     src: MemoryRegion,
     src_offset: int,
-    dst: bytes,
+    dst: int,
     dst_offset: int,
     nbytes: int,
     imm: int,
 ) -> Ticket:
     """One write."""
     offsets = np.array([src_offset]), np.array([dst_offset])
-    return engine.write_pages(peer, src, dst, nbytes, *offsets, imm)
+    return write_pages(engine, peer, src, dst, nbytes, *offsets, imm)
+
+
+def write_pages(engine: TransferEngine, peer: Peer, *pages_and_imm) -> Ticket:
+    """The fields of `Pages` and the imm, in a row."""
+    *pages, imm = pages_and_imm
+    return engine.write_pages(peer, Pages(*pages), imm)
+
+
+def link_of(node, peer: Peer) -> Link:
+    """What moves a node's writes to an open peer."""
+    return node.engine._link(peer)
 
 
 def in_halves(inside: Callable[[], None]) -> Copy:
@@ -117,11 +141,10 @@ class OpeningControl(Control):
         self,
         offer: Callable[[], dict[str, bytes]],
         transports,
-        epoch,
         clock=time.monotonic,
         timeout=5.0,
     ) -> None:
-        super().__init__(transports, epoch, clock, timeout)
+        super().__init__(transports, clock, timeout)
         self.offer = offer
         self.dialled = set()
 

@@ -84,10 +84,7 @@ TESTED_IN = {
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",
     "disagg.transfer.medium": "test_transfer_conformance",
-    "disagg.transfer.opening": "test_control",
-    "disagg.transfer.page_copy": "test_shm",
     "disagg.transfer.queued_engine": "test_transfer_conformance",
-    "disagg.transfer.tcp_frames": "test_tcp",
     "disagg.transfer.wire": "test_control",
 }
 

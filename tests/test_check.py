@@ -16,7 +16,7 @@ from disagg.messenger.node_memory import probe_pattern
 from disagg.serve import check as check_module
 from disagg.serve.check import check
 from disagg.serve.options import decode_parser
-from disagg.transfer.interface import MessageReceived
+from disagg.transfer.interface import MessageReceived, Pages
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
@@ -138,14 +138,15 @@ def test_prompts_are_refused():
 
 
 class Wrong(QueuedEngine):
-    """Writes pages in a wrong way; `do` gets and returns the arguments after the region."""
+    """Writes pages in a wrong way; `do` gets and returns what follows the regions."""
 
     def __init__(self, do):
         super().__init__([ShmMedium(), TcpMedium()])
         self.do = do
 
-    def write_pages(self, peer, src, dst, *writes):
-        return super().write_pages(peer, src, dst, *self.do(*writes))
+    def write_pages(self, peer, pages, imm):
+        *writes, imm = self.do(*pages[2:], imm)
+        return super().write_pages(peer, Pages(*pages[:2], *writes), imm)
 
 
 def last_twice(page_bytes, sources, destinations, imm):
@@ -323,8 +324,8 @@ def hello(role):
         num_pages=1,
         num_tail_slots=1,
         tp=1,
-        kv_regions=(b"",),
-        tail_region=b"",
+        kv_regions=(0,),
+        tail_region=0,
     )
 
 

@@ -10,10 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.transfer import control as control_module
-from disagg.transfer.control import MAX_MESSAGE_BYTES, Lost, Opened
-from disagg.transfer.interface import MessageReceived, TransferError
-from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.wire import READ_BYTES
+from disagg.transfer.control import MAX_MESSAGE_BYTES, Opened
+from disagg.transfer.interface import MessageReceived, PeerLost, TransferError
+from disagg.transfer.wire import (
+    MAX_OPENING_BYTES,
+    READ_BYTES,
+    Opening,
+    decode_opening,
+    encode_opening,
+)
 from tests.engines import OpeningControl
 
 DEADLINE_SECONDS = 10.0
@@ -33,7 +38,6 @@ def make_control(transport="test", clock=time.monotonic, opening_timeout=5.0):
     return OpeningControl(
         lambda: {transport: b"info"},
         transports=[transport, "spare"],
-        epoch=42,
         clock=clock,
         timeout=opening_timeout,
     )
@@ -74,7 +78,7 @@ def frame(data):
 
 
 def opening(transport="test", info=b"x"):
-    return frame(encode_opening(Opening(1, {transport: info, "unknown": b""})))
+    return frame(encode_opening(Opening({transport: info, "unknown": b""})))
 
 
 @contextlib.contextmanager
@@ -84,11 +88,11 @@ def raw_server():
         yield server
 
 
-def test_openings_carry_epoch_and_info(ours, theirs):
+def test_openings_carry_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == other == [Opened(peer=1, opening=Opening(42, {"test": b"info"}))]
+    assert mine == other == [Opened(peer=1, opening=Opening({"test": b"info"}))]
     tcp = ours._connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -128,11 +132,11 @@ def test_messages_said_last_arrive_before_the_loss(ours, theirs):
     run(ours, theirs, until=lambda a, b: a and b)
     ours.send(peer, b"goodbye")
     ours.close_peer(peer, "done")
-    assert ours.poll(0) == [Lost(peer=1, why="done", announced=True)]
+    assert ours.poll(0) == [PeerLost(peer=1, why="done")]
     assert ours.poll(0) == []
     ours.close_peer(peer, "again")
     ours.send(peer, b"to nobody")
-    _, other = run(ours, theirs, until=lambda a, b: of(Lost, b))
+    _, other = run(ours, theirs, until=lambda a, b: of(PeerLost, b))
     assert isinstance(other[0], MessageReceived)
     assert "closed the connection" in other[1].why
     assert not ours.is_open(peer)
@@ -153,7 +157,7 @@ def test_a_link_that_fails_takes_the_last_words(ours, theirs, error, why):
     theirs.guard(1, fail)
     assert theirs.poll(0) == [
         MessageReceived(peer=1, data=b"last"),
-        Lost(peer=1, why=why, announced=True),
+        PeerLost(peer=1, why=why),
     ]
     theirs.guard(1, fail)
     assert theirs.poll(0) == []
@@ -176,7 +180,7 @@ def test_a_taken_port_is_named_with_the_way_out(ours, theirs):
 def test_what_can_be_no_host_name_is_told_as_such(ours, host):
     peer = ours.connect(host, 1)
     (lost,) = ours.poll(0)
-    assert (lost.peer, lost.announced) == (peer, True)
+    assert lost.peer == peer
     assert f"cannot connect to {host}:1: not a host name" in lost.why
     with pytest.raises(TransferError, match=f"cannot listen on {host}:0: not a host name"):
         ours.listen(host, 0)
@@ -188,7 +192,6 @@ def test_a_refused_connection_names_the_address(ours):
         host, port = unused.getsockname()
         ours.connect(host, port)
         (lost,) = run(ours, until=len)[0]
-    assert lost.announced
     assert lost.why.startswith(f"cannot connect to {host}:{port}: Connection refused; check host")
 
 
@@ -294,18 +297,18 @@ def test_nonsense_ends_the_connection_with_a_reason(ours, data, why):
         accepted, _ = server.accept()
         with accepted:
             accepted.sendall(data)
-            (events,) = run(ours, until=lambda a: of(Lost, a))
+            (events,) = run(ours, until=lambda a: of(PeerLost, a))
     assert why in events[-1].why
     assert "127.0.0.1:" in events[-1].why
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10", opening()[:-1], frame(b"junk"), opening()])
-def test_a_stranger_that_leaves_is_not_announced(ours, data):
+def test_a_stranger_that_leaves_is_a_loss_too(ours, data):
     address = ours.listen("127.0.0.1", 0)
     with socket.create_connection(address) as stranger:
         stranger.sendall(data)
-    (events,) = run(ours, until=lambda a: of(Lost, a))
-    assert of(Lost, events)[0].announced is False
+    (events,) = run(ours, until=lambda a: of(PeerLost, a))
+    assert of(PeerLost, events)[0].peer == 1
 
 
 @settings(
@@ -317,7 +320,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
         ours.listen("127.0.0.1", 0)
     with socket.create_connection(ours._listener.getsockname()) as stranger:
         stranger.sendall(opening() * opened + data)
-    run(ours, until=lambda a: of(Lost, a))
+    run(ours, until=lambda a: of(PeerLost, a))
     assert not ours._connections
 
 
@@ -325,7 +328,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
 @given(body=st.binary(max_size=60))
 def test_no_opening_makes_poll_raise(body):
     with contextlib.suppress(ValueError):
-        control_module.decode_opening(encode_opening(Opening(1, {"t": b""}))[:12] + body, ["t"])
+        decode_opening(encode_opening(Opening({"t": b""}))[:12] + body, ["t"])
 
 
 def test_a_reset_is_a_loss(ours):
@@ -338,8 +341,8 @@ def test_a_reset_is_a_loss(ours):
         accepted.close()
         ours.send(peer, b"into the void")
         ours.send(peer, b"and again")
-        (events,) = run(ours, until=lambda a: of(Lost, a))
-    assert len(of(Lost, events)) == 1
+        (events,) = run(ours, until=lambda a: of(PeerLost, a))
+    assert len(of(PeerLost, events)) == 1
 
 
 def test_last_words_are_heard_although_our_answer_cannot_be_sent(ours):
@@ -353,7 +356,7 @@ def test_last_words_are_heard_although_our_answer_cannot_be_sent(ours):
             accepted.sendall(frame(b"goodbye"))
         for _ in range(3):  # answered with a reset, then refused
             ours.send(peer, b"hello?")
-        (events,) = run(ours, until=lambda a: of(Lost, a))
+        (events,) = run(ours, until=lambda a: of(PeerLost, a))
     assert events[0] == MessageReceived(peer=peer, data=b"goodbye")
 
 
@@ -369,7 +372,7 @@ def test_a_stranger_cannot_make_us_hold_more_than_a_frame(ours):
                 stranger.send(frame(b"m" * 65536))
             ours.poll(0)
         held = ours._connections[1].received
-        assert len(held) <= READ_BYTES + control_module.MAX_OPENING_BYTES
+        assert len(held) <= READ_BYTES + MAX_OPENING_BYTES
 
 
 def test_a_peer_that_never_reads_is_lost_before_it_eats_the_memory(ours, theirs):

@@ -14,9 +14,8 @@ import pytest
 from disagg.request import FinishReason
 from disagg.transfer.interface import TransferError
 from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.shm import ShmMedium
 from tests.balance import engine_balance
-from tests.engines import in_halves
+from tests.engines import in_halves, shm_medium
 from tests.nodes import (
     DEADLINE_SECONDS,
     HeldNode,
@@ -99,7 +98,7 @@ class HeldShm(QueuedEngine):
     """Calls `before_poll`, `inside` in the middle of each copy, `on_write` before each write."""
 
     def __init__(self, *, before_poll=None, inside=None, on_write=None):
-        super().__init__([ShmMedium(in_halves(inside or (lambda: None)))])
+        super().__init__([shm_medium(in_halves(inside or (lambda: None)))])
         self.before_poll = before_poll or (lambda: None)
         self.on_write = on_write or (lambda: None)
 

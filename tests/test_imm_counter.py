@@ -72,11 +72,11 @@ def test_lower(counter, arrived, lowered, fires):
     assert counter.take_reached() == ([7] if fires else [])
 
 
-def test_lower_after_the_end_is_a_no_op_and_more_is_an_error(counter):
+def test_lower_after_the_end_is_a_no_op_and_more_is_a_fault_of_ours(counter):
     counter.lower(3, 0)
     counter.expect(PEER, 7, 2)
     for count in (3, -1):
-        with pytest.raises(ValueError, match="only be lowered"):
+        with pytest.raises(AssertionError, match="is lowered to"):
             counter.lower(7, count)
     counter.count(PEER, 7, 2)
     counter.lower(7, 1)

@@ -27,9 +27,8 @@ from disagg.transfer.interface import (
     WritesDone,
 )
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
-from disagg.transfer.page_copy import copy_pages
-from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, host_identity
-from tests.engines import OpeningControl, shm_engine, write
+from disagg.transfer.shm import BATCH_BYTES, MAX_RECORDS, copy_pages, host_identity
+from tests.engines import OpeningControl, link_of, shm_engine, write, write_pages
 from tests.test_transfer_conformance import KIB, MIB, World, noise, shuffled
 
 
@@ -76,8 +75,8 @@ def test_one_poll_copies_a_bounded_amount_and_peers_take_turns(world):
     pages = np.arange(4 * BATCH_BYTES // page) * page
     peers = [world.connect(writer, owner)[0] for owner in owners]
     for owner, there in zip(owners, peers, strict=True):
-        writer.engine.write_pages(
-            there, writer.region, owner.region.descriptor, page, pages, pages, 1
+        write_pages(
+            writer.engine, there, writer.region, owner.region.descriptor, page, pages, pages, 1
         )
     copied = [[], []]
     for _ in range(8):
@@ -92,8 +91,8 @@ def test_a_withdrawal_between_two_batches_says_exactly_what_was_copied(world):
     there, _ = world.connect(writer, owner)
     writer.bytes[:] = 1
     pages = shuffled(4 * BATCH_BYTES // (64 * KIB), 64 * KIB)
-    ticket = writer.engine.write_pages(
-        there, writer.region, owner.region.descriptor, 64 * KIB, pages, pages, 1
+    ticket = write_pages(
+        writer.engine, there, writer.region, owner.region.descriptor, 64 * KIB, pages, pages, 1
     )
     writer.poll()
     assert writer.engine.withdraw([ticket]) == BATCH_BYTES // (64 * KIB)
@@ -305,7 +304,7 @@ def test_a_lease_that_is_no_memory_is_not_read(monkeypatch):
 def test_a_writer_whose_lease_is_revoked_takes_the_peer_for_lost(world):
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
-    owner.engine._peers[back].link.lease.revoke()
+    link_of(owner, back).lease.revoke()
     write(writer.engine, there, writer.region, 0, owner.region.descriptor, 0, 8, 1)
     writer.bytes[:] = 1
     world.run(lambda: writer.of(PeerLost))
@@ -317,7 +316,7 @@ def test_a_writer_whose_lease_is_revoked_takes_the_peer_for_lost(world):
 def test_a_held_lock_holds_the_fence_up_and_each_poll_looks(world):
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
-    held = writer.engine._peers[there].link.held_lease
+    held = link_of(writer, there).held_lease
     assert held.begin()
     owner.engine.close_peer(back, "enough")
     owner.poll()
@@ -330,7 +329,7 @@ def test_a_held_lock_holds_the_fence_up_and_each_poll_looks(world):
 def test_a_poll_that_waits_looks_at_fences_too(world):
     writer, owner = world.node(), world.node()
     there, back = world.connect(writer, owner)
-    held = writer.engine._peers[there].link.held_lease
+    held = link_of(writer, there).held_lease
     assert held.begin()
     owner.engine.close_peer(back, "enough")
     start = time.monotonic()
@@ -351,7 +350,7 @@ class Impostor:
     def __init__(self):
         self.token = b"t" * 16
         self.lease = Lease(b"nothing")
-        self.control = OpeningControl(lambda: {"shm": self.info}, transports=["shm"], epoch=5)
+        self.control = OpeningControl(lambda: {"shm": self.info}, transports=["shm"])
         self.peer = None
 
     def dial(self, victim, regions=(), *, grant=None, **lies):
@@ -391,23 +390,17 @@ def impostor():
 
 
 def fate(impostor, node, act):
-    """Why the node lost the impostor; it was never announced, so only the control knows."""
-    reasons = []
-    close_peer = node.engine._control.close_peer
-
-    def spy(peer, why):
-        reasons.append(why)
-        close_peer(peer, why)
-
-    node.engine._control.close_peer = spy
+    """Why the node lost the impostor."""
     act()
     end = time.monotonic() + 5
-    while not reasons or node.engine._peers:
+    while not node.of(PeerFenced):
         assert time.monotonic() < end, "the impostor was not thrown out"
         node.poll(0.001)
         impostor.control.poll(0)
-    assert node.events == []
-    return reasons[0]
+    lost, fenced = node.events
+    assert fenced == PeerFenced(peer=lost.peer)
+    assert not node.engine._links
+    return lost.why
 
 
 def fate_of(impostor, node, *regions, **lies):
@@ -421,7 +414,7 @@ def test_an_honest_impostor_is_a_peer(world, impostor):
     with SharedMemory(4096) as memory:
         impostor.dial(node, [[memory.fd, 0, 4096]])
         impostor.meet(node)
-        (link,) = [peer.link for peer in node.engine._peers.values()]
+        (link,) = (link_of(node, peer) for peer in node.engine._links)
         assert link.regions[0].nbytes == 4096
         impostor.note(msgspec.msgpack.encode([[7, 1]]))
         node.engine.expect(link.peer, 7, 1)
@@ -575,7 +568,7 @@ def test_a_region_that_is_a_source_alone_is_not_mapped(world):
     owner.register(writable=False)
     owner.register()
     there, _ = world.connect(writer, owner)
-    regions = writer.engine._peers[there].link.regions
+    regions = link_of(writer, there).regions
     assert [region.nbytes for region in regions] == [MIB, 0, MIB]
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Lost, Opened
+from disagg.transfer.control import MAX_OPENING_CONNECTIONS, Opened
 from disagg.transfer.interface import (
     ImmReached,
     Memory,
@@ -20,11 +20,9 @@ from disagg.transfer.interface import (
     PeerLost,
     WritesDone,
 )
-from disagg.transfer.opening import Opening, encode_opening
-from disagg.transfer.tcp import CALL_BYTES
-from disagg.transfer.tcp_frames import FRAME_BYTES, MAX_FRAME_WRITES
-from disagg.transfer.wire import framed
-from tests.engines import OpeningControl, tcp_engine, write
+from disagg.transfer.tcp import CALL_BYTES, FRAME_BYTES, MAX_FRAME_WRITES
+from disagg.transfer.wire import Opening, encode_opening, framed
+from tests.engines import OpeningControl, link_of, tcp_engine, write, write_pages
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,
     KIB,
@@ -40,10 +38,6 @@ from tests.test_transfer_conformance import (
 def world():
     with contextlib.closing(World(tcp_engine)) as world:
         yield world
-
-
-def link_of(node, peer):
-    return node.engine._peers[peer].link
 
 
 def make_buffers_small(node, peer):
@@ -66,7 +60,8 @@ def choppy_tcp(most):
 def write_all(writer, there, owner, page, imm=1):
     """One ticket with every page of the region, in random places."""
     count = writer.bytes.size // page
-    return writer.engine.write_pages(
+    return write_pages(
+        writer.engine,
         there,
         writer.region,
         owner.region.descriptor,
@@ -198,7 +193,8 @@ def test_a_withdrawn_ticket_ends_when_its_last_frame_is_sent(world):
     while not writer.engine._open[first].num_posted:
         writer.poll()
     assert writer.engine.withdraw([first, second]) == FRAME_BYTES // (64 * KIB)
-    assert writer.poll() == []  # the frame is half sent, and reads its source
+    # The frame of the first is half sent, and reads its source. Of the second there is none.
+    assert writer.poll() == [WritesDone(ticket=second)]
     owner.engine.expect(back, 1, FRAME_BYTES // (64 * KIB))
     world.run(lambda: sorted(writer.ended) == [first, second] and owner.reached == [1])
 
@@ -209,9 +205,8 @@ def test_messages_do_not_wait_behind_writes(world, impostor):
     impostor.dial(node, regions=[16 * MIB])
     node.engine.send(peer_of(node), b"hello")
     impostor.run(node, lambda: impostor.messages == [b"hello"])
-    descriptor = msgspec.msgpack.encode([5, 0])
     pages = np.arange(256) * 64 * KIB
-    node.engine.write_pages(peer_of(node), node.region, descriptor, 64 * KIB, pages, pages, 1)
+    write_pages(node.engine, peer_of(node), node.region, 0, 64 * KIB, pages, pages, 1)
     world.run(lambda: link_of(node, peer_of(node))._blocked)
     node.engine.send(peer_of(node), b"alive")
     impostor.run(node, lambda: impostor.messages[1:] == [b"alive"])
@@ -280,7 +275,7 @@ class Impostor:
 
     def __init__(self):
         self.offer = lambda: msgspec.msgpack.encode([b"", [4096]])
-        self.control = OpeningControl(lambda: {"tcp": self.offer()}, transports=["tcp"], epoch=5)
+        self.control = OpeningControl(lambda: {"tcp": self.offer()}, transports=["tcp"])
         self.data = socket.socket()
         self.their_key, self.messages, self.lost = b"", [], []
 
@@ -296,7 +291,7 @@ class Impostor:
                         self.control.ready(event.peer)
                     case MessageReceived(data=data):
                         self.messages.append(data)
-                    case Lost(why=why):
+                    case PeerLost(why=why):
                         self.lost.append(why)
 
     def dial(self, victim, key=None, regions=(4096,)):
@@ -315,7 +310,7 @@ class Impostor:
 
 def joining(key):
     """How a data connection begins."""
-    return framed(encode_opening(Opening(0, {}, key)))
+    return framed(encode_opening(Opening({}, key)))
 
 
 @pytest.fixture
@@ -325,7 +320,7 @@ def impostor():
 
 
 def peer_of(node):
-    (peer,) = node.engine._peers
+    (peer,) = node.engine._links
     return peer
 
 
@@ -342,18 +337,12 @@ HEAD_BYTES = len(frame([0, 8]))
 
 
 def fate(world, impostor, node):
-    """Why the node lost the impostor; it was never announced, so only the control knows."""
-    reasons = []
-    close_peer = node.engine._control.close_peer
-
-    def spy(peer, why):
-        reasons.append(why)
-        close_peer(peer, why)
-
-    node.engine._control.close_peer = spy
-    impostor.run(node, lambda: not node.engine._peers)
-    assert node.events == []
-    return reasons[0]
+    """Why the node lost the impostor."""
+    impostor.run(node, lambda: node.of(PeerFenced))
+    lost, fenced = node.events
+    assert fenced == PeerFenced(peer=lost.peer)
+    assert not node.engine._links
+    return lost.why
 
 
 def test_an_honest_impostor_is_a_peer(world, impostor):
@@ -467,10 +456,10 @@ def test_a_data_connection_without_the_key_is_closed_in_time(world, impostor, ke
     node = world.node(opening_timeout=0.3)
     impostor.dial(node, key=key)
     world.run(lambda: was_closed(impostor.data))
-    assert len(node.engine._peers) == (len(key) > 10)
+    assert len(node.engine._links) == (len(key) > 10)
     impostor.run(node, lambda: impostor.lost)
-    assert not node.engine._peers
-    assert node.events == []
+    assert not node.engine._links
+    assert {type(event) for event in node.events} == {PeerLost, PeerFenced}
 
 
 def test_a_key_opens_once(world, impostor):
@@ -505,7 +494,7 @@ def test_a_key_may_come_in_pieces_and_with_a_frame(world):
     node = world.node(4096)
     address = node.engine.listen("127.0.0.1", 0)
     with socket.create_connection(address) as control, socket.socket() as data:
-        ours = framed(encode_opening(Opening(5, {"tcp": msgspec.msgpack.encode([b"", [8]])})))
+        ours = framed(encode_opening(Opening({"tcp": msgspec.msgpack.encode([b"", [8]])})))
         control.sendall(ours + framed(b"hello"))
         world.rounds(3)
         control.settimeout(DEADLINE_SECONDS)

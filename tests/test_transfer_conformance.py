@@ -46,6 +46,7 @@ from tests.engines import (
     tcp_engine,
     verbs_maker,
     write,
+    write_pages,
 )
 
 DEADLINE_SECONDS = 10.0 * PATIENCE
@@ -287,8 +288,15 @@ def test_contents_untouched_bytes_and_counts(world, seed):
             for s, d in zip(src, dst, strict=True):
                 wanted[target][d : d + page_bytes] = wanted[source][s : s + page_bytes]
             tickets[source].append(
-                source.engine.write_pages(
-                    peer, source.region, target.region.descriptor, page_bytes, src, dst, imm
+                write_pages(
+                    source.engine,
+                    peer,
+                    source.region,
+                    target.region.descriptor,
+                    page_bytes,
+                    src,
+                    dst,
+                    imm,
                 )
             )
     world.run(
@@ -310,8 +318,8 @@ def test_an_imm_is_reached_at_its_count_and_not_before(world):
     for imm in (1, 2):
         for part in range(2):  # an imm may span tickets
             pages = np.arange(5) * 64 + part * 320
-            writer.engine.write_pages(
-                there, writer.region, owner.region.descriptor, 64, pages, pages, imm
+            write_pages(
+                writer.engine, there, writer.region, owner.region.descriptor, 64, pages, pages, imm
             )
     world.run(lambda: owner.reached and len(writer.ended) == 4)
     world.rounds()
@@ -330,7 +338,7 @@ def test_bytes_are_there_when_the_imm_is_reached(world):
     for imm in range(50):
         owner.engine.expect(back, imm, 3)
         at = np.arange(3) * 1000 + imm * 4000
-        writer.engine.write_pages(there, writer.region, owner.region.descriptor, 900, at, at, imm)
+        write_pages(writer.engine, there, writer.region, owner.region.descriptor, 900, at, at, imm)
     seen = set()
     end = time.monotonic() + DEADLINE_SECONDS
     while len(seen) < 50 and time.monotonic() < end:
@@ -352,13 +360,13 @@ def test_only_the_expected_peer_counts(world):
     owner.engine.expect(second_back, 6, 1)
     two = np.array([0, 64])
     for imm in (5, 6):
-        second.engine.write_pages(
-            second_there, second.region, owner.region.descriptor, 64, two, two, imm
+        write_pages(
+            second.engine, second_there, second.region, owner.region.descriptor, 64, two, two, imm
         )
     world.run(lambda: owner.reached == [6])
     world.rounds()
     assert owner.reached == [6]
-    first.engine.write_pages(first_there, first.region, owner.region.descriptor, 64, two, two, 5)
+    write_pages(first.engine, first_there, first.region, owner.region.descriptor, 64, two, two, 5)
     world.run(lambda: owner.reached == [6, 5])
 
 
@@ -380,7 +388,7 @@ def test_lower_fires_when_enough_is_there(world):
     owner.engine.expect(back, 1, 5)
     owner.engine.expect(back, 2, 5)
     two = np.array([0, 64])
-    writer.engine.write_pages(there, writer.region, owner.region.descriptor, 64, two, two, 1)
+    write_pages(writer.engine, there, writer.region, owner.region.descriptor, 64, two, two, 1)
     world.run(lambda: writer.ended)
     world.rounds()
     owner.engine.lower(1, 3)
@@ -409,7 +417,7 @@ def test_offsets_may_be_changed_after_posting(world):
     writer.bytes[:64] = 1
     owner.engine.expect(back, 1, 2)
     offsets = np.array([0, 64]), np.array([64, 128])
-    writer.engine.write_pages(there, writer.region, owner.region.descriptor, 64, *offsets, 1)
+    write_pages(writer.engine, there, writer.region, owner.region.descriptor, 64, *offsets, 1)
     for array in offsets:
         array[:] = 2**40
     world.run(lambda: owner.reached == [1])
@@ -441,8 +449,8 @@ def test_withdrawn_writes_never_land_and_posted_ones_all_count(world, polls):
     owner.engine.expect(back, 9, 256)
     order = shuffled(256, page)
     tickets = [
-        writer.engine.write_pages(
-            there, writer.region, owner.region.descriptor, page, part, part, 9
+        write_pages(
+            writer.engine, there, writer.region, owner.region.descriptor, page, part, part, 9
         )
         for part in np.split(order, 4)
     ]
@@ -468,8 +476,8 @@ def test_other_tickets_survive_a_withdrawal(world):
     owner.engine.expect(back, 1, 4)
     pages = np.arange(4) * 64
     dropped, kept = (
-        writer.engine.write_pages(
-            there, writer.region, owner.region.descriptor, 64, pages, pages, imm
+        write_pages(
+            writer.engine, there, writer.region, owner.region.descriptor, 64, pages, pages, imm
         )
         for imm in (0, 1)
     )
@@ -494,7 +502,8 @@ def test_writes_out_of_bounds_post_nothing(world, page_bytes, src, dst):
     writer.bytes[:] = 1
     owner.engine.expect(back, 1, 1)
     with pytest.raises(TransferError, match="offset"):
-        writer.engine.write_pages(
+        write_pages(
+            writer.engine,
             there,
             writer.region,
             owner.region.descriptor,
@@ -511,7 +520,7 @@ def test_writes_out_of_bounds_post_nothing(world, page_bytes, src, dst):
 
 
 def test_writes_that_make_no_sense_post_nothing(real_world):
-    writer, owner, other = real_world.node(), real_world.node(), real_world.node()
+    writer, owner = real_world.node(), real_world.node()
     there, _ = real_world.connect(writer, owner)
     one, two, none = np.array([0]), np.array([0, 8]), np.array([], dtype=np.int64)
     good = owner.region.descriptor
@@ -522,13 +531,14 @@ def test_writes_that_make_no_sense_post_nothing(real_world):
         (good, -8, one, one, 1),
         (good, 8, one, one, -1),
         (good, 8, one, one, 2**32),
-        (b"", 8, one, one, 1),
-        (b"nonsense", 8, one, one, 1),
-        (other.region.descriptor, 8, one, one, 1),
-        (writer.region.descriptor, 8, one, one, 1),
+        (-1, 8, one, one, 1),
+        (1, 8, one, one, 1),
+        (2**70, 8, one, one, 1),
     ):
         with pytest.raises(TransferError):
-            writer.engine.write_pages(there, writer.region, dst, nbytes, sources, destinations, imm)
+            write_pages(
+                writer.engine, there, writer.region, dst, nbytes, sources, destinations, imm
+            )
     with pytest.raises(TransferError):
         write(writer.engine, there, owner.region, 0, good, 0, 8, 1)
     real_world.rounds()
@@ -548,7 +558,7 @@ def test_a_region_that_is_a_source_alone_is_written_from_and_never_to(world):
     source = owner.register(writable=False)
     last = owner.register()
     there, back = world.connect(writer, owner)
-    with pytest.raises(TransferError, match="source alone"):
+    with pytest.raises(TransferError, match=r"source alone|none that the peer lets us write to"):
         write(writer.engine, there, writer.region, 0, source.descriptor, 0, 8, 1)
     owner.bytes[:8] = 7
     writer.engine.expect(there, 2, 1)
@@ -583,7 +593,7 @@ def test_a_closed_peer_is_lost_once_then_fenced_and_hears_nothing_more(world):
     pages = np.arange(8) * 64
     left.engine.close_peer(there, "enough")
     left.engine.send(there, b"dropped")
-    left.engine.write_pages(there, left.region, right.region.descriptor, 64, pages, pages, 1)
+    write_pages(left.engine, there, left.region, right.region.descriptor, 64, pages, pages, 1)
     world.run(lambda: left.of(PeerFenced) and right.of(PeerFenced))
     left.engine.close_peer(there, "again")
     left.engine.close_peer(999, "unknown")
@@ -599,7 +609,7 @@ def test_nothing_lands_after_the_fence(world):
     writer, owner = world.node(16 * MIB), world.node(16 * MIB)
     there, back = world.connect(writer, owner)
     pages = shuffled(256, page)
-    writer.engine.write_pages(there, writer.region, owner.region.descriptor, page, pages, pages, 1)
+    write_pages(writer.engine, there, writer.region, owner.region.descriptor, page, pages, pages, 1)
     writer.poll()
     owner.engine.close_peer(back, "enough")
     end = time.monotonic() + DEADLINE_SECONDS
@@ -667,16 +677,16 @@ def test_an_engine_can_write_as_soon_as_it_received_a_message(real_world):
     """Also the very first one, from either side."""
     left, right = real_world.node(), real_world.node()
     there = left.engine.connect(*right.engine.listen("127.0.0.1", 0))
-    left.engine.send(there, left.region.descriptor)
+    left.engine.send(there, b"%d" % left.region.descriptor)
     real_world.run(lambda: right.of(MessageReceived))
     first = right.of(MessageReceived)[0]
     left.engine.expect(there, 1, 1)
-    write(right.engine, first.peer, right.region, 0, first.data, 0, 8, 1)
-    right.engine.send(first.peer, right.region.descriptor)
+    write(right.engine, first.peer, right.region, 0, int(first.data), 0, 8, 1)
+    right.engine.send(first.peer, b"%d" % right.region.descriptor)
     real_world.run(lambda: left.of(MessageReceived))
     right.engine.expect(first.peer, 1, 1)
     answer = left.of(MessageReceived)[0]
-    write(left.engine, there, left.region, 0, answer.data, 0, 8, 1)
+    write(left.engine, there, left.region, 0, int(answer.data), 0, 8, 1)
     real_world.run(lambda: left.reached == right.reached == [1])
 
 
@@ -755,8 +765,8 @@ def test_strangers_at_the_door_disturb_nobody(real_world):
         real_world.run(lambda: owner.reached == [1])
         skipped[0] = 1000.0  # past the time for an opening
         real_world.run(lambda: all(was_closed(stranger) for stranger in strangers))
-    assert not owner.of(PeerLost)
-    assert not owner.of(PeerFenced)
+    real_world.run(lambda: len(owner.of(PeerFenced)) == len(strangers))
+    assert back not in {event.peer for event in owner.of(PeerLost)}
 
 
 def test_a_taken_port_is_an_error_that_names_it(real_world):
@@ -772,8 +782,8 @@ def test_opening_and_closing_leaks_no_descriptor(transport):
             left, right = world.node(), world.node()
             there, _ = world.connect(left, right)
             pages = np.arange(16) * 64
-            left.engine.write_pages(
-                there, left.region, right.region.descriptor, 64, pages, pages, 1
+            write_pages(
+                left.engine, there, left.region, right.region.descriptor, 64, pages, pages, 1
             )
             if fail:
                 raise RuntimeError("in the middle of a transfer")
@@ -814,10 +824,11 @@ def child_main(transport, address, pipe, interruption):
         child.engine.send(peer, b"hello")
         world.run(lambda: child.of(MessageReceived))
         pages = shuffled(CHILD_PAGES, CHILD_PAGE_BYTES)
-        child.engine.write_pages(
+        write_pages(
+            child.engine,
             peer,
             child.region,
-            child.of(MessageReceived)[0].data,
+            int(child.of(MessageReceived)[0].data),
             CHILD_PAGE_BYTES,
             pages,
             pages,
@@ -843,7 +854,7 @@ class Child:
         world.run(lambda: self.owner.of(MessageReceived), seconds=30 * PATIENCE)
         self.peer = self.owner.of(MessageReceived)[0].peer
         self.owner.engine.expect(self.peer, 1, CHILD_PAGES)
-        self.owner.engine.send(self.peer, self.owner.region.descriptor)
+        self.owner.engine.send(self.peer, b"%d" % self.owner.region.descriptor)
 
     def wait_for(self, world, word):
         world.run(self.pipe.poll)

@@ -20,7 +20,7 @@ from disagg.transfer.control import ACCEPT_PAUSE_SECONDS
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
 from disagg.transfer.lease import HeldLease
 from disagg.transfer.waiter import READABLE
-from tests.engines import open_descriptors, shm_engine, tcp_engine
+from tests.engines import link_of, open_descriptors, shm_engine, tcp_engine
 from tests.nodes import HeldNode, node_config, wait_until
 from tests.test_transfer_conformance import World
 from tests.tiny_models import make_tiny_llama
@@ -64,7 +64,7 @@ def test_strangers_cannot_end_a_node_that_runs_out_of_descriptors(world, spare):
         stranger.close()
     other = world.node()
     other.engine.connect(*address)  # and it serves on
-    wait_until(lambda: owner.poll(0.001) or other.poll(0.001) or owner.engine._peers, seconds=5)
+    wait_until(lambda: owner.poll(0.001) or other.poll(0.001) or owner.engine._links, seconds=5)
 
 
 def test_a_caller_that_cannot_be_accepted_ends_no_wait(world):
@@ -146,7 +146,7 @@ def test_a_stale_event_ends_no_link():
     with contextlib.closing(World(tcp_engine)) as world:
         dialer, owner = world.node(), world.node()
         there, _ = world.connect(dialer, owner)
-        link = dialer.engine._peers[there].link
+        link = link_of(dialer, there)
         link._on_data(link._data, READABLE)  # with nothing to read
         world.rounds(20)
         assert not dialer.of(PeerLost)
@@ -156,8 +156,8 @@ def test_a_connection_that_never_says_a_word_is_ended(world):
     owner, silent = world.node(opening_timeout=0.2), world.node()
     address = owner.engine.listen("127.0.0.1", 0)
     silent.engine.connect(*address)
-    wait_until(lambda: owner.poll(0.001) or silent.poll(0.001) or owner.engine._peers, seconds=5)
-    wait_until(lambda: owner.poll(0.001) or silent.poll(0) or not owner.engine._peers, seconds=5)
+    wait_until(lambda: owner.poll(0.001) or silent.poll(0.001) or owner.engine._links, seconds=5)
+    wait_until(lambda: owner.poll(0.001) or silent.poll(0) or not owner.engine._links, seconds=5)
 
 
 def test_a_decoder_of_another_version_hears_ours(tmp_path):

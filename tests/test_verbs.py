@@ -6,7 +6,6 @@ What every transport must do stands in `test_transfer_conformance.py`; what pyve
 
 import contextlib
 import gc
-import logging
 import time
 from collections import Counter
 from functools import partial
@@ -20,7 +19,7 @@ from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, 
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
-from tests.engines import open_descriptors, write
+from tests.engines import link_of, open_descriptors, write, write_pages
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
 
@@ -53,13 +52,13 @@ def start(world, fabric):
 
 
 def lanes_of(node, peer):
-    return node.engine._peers[peer].link._lanes
+    return link_of(node, peer)._lanes
 
 
 def pages(node, peer, target, count, page_bytes, imm, seed=0):
     order = shuffled(count, page_bytes, seed)
-    return node.engine.write_pages(
-        peer, node.region, target.region.descriptor, page_bytes, order, order, imm
+    return write_pages(
+        node.engine, peer, node.region, target.region.descriptor, page_bytes, order, order, imm
     )
 
 
@@ -117,7 +116,7 @@ def test_a_way_that_does_not_work_is_named_with_both_ends(world, start, fabric, 
     ):
         assert part in why(left)
     world.run(lambda: not fabric.queue_pairs)
-    assert right.events == []
+    assert {type(event) for event in right.events} <= {PeerLost, PeerFenced}
 
 
 def test_a_smaller_mtu_of_the_ports_is_agreed_upon(world, start, fabric):
@@ -132,8 +131,7 @@ def test_roce_and_infiniband_do_not_meet(world, start, fabric):
     assert "cannot meet: one is addressed by GID (RoCE), the other by LID" in why(left)
 
 
-def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, caplog):
-    caplog.set_level(logging.INFO)
+def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, fabric):
     left, right = start(), start()
 
     def connect(*_):
@@ -148,10 +146,9 @@ def test_a_step_that_fails_ends_the_connection_with_its_reason(world, start, cap
 
     right.engine._media[0].nics[0].queue_pair = broken_pair
     left.engine.connect(*right.engine.listen("127.0.0.1", 0))
-    world.run(lambda: left.of(PeerFenced))
-    # It is who was called that failed, and nobody there knows the peer yet: its log has the reason.
+    world.run(lambda: left.of(PeerFenced) and right.of(PeerFenced))
     assert "closed the connection" in why(left)
-    assert "a caller is gone: queue pair 5 cannot get ready to receive: no route" in caplog.text
+    assert why(right) == "queue pair 5 cannot get ready to receive: no route"
 
 
 # --- Forged ---
@@ -218,7 +215,7 @@ def test_a_forged_opening_ends_the_connection(world, start, fabric, monkeypatch,
         assert "opening" in why(other)
     assert peer == 1
     world.run(lambda: not fabric.queue_pairs)
-    assert right.events == []
+    assert {type(event) for event in right.events} <= {PeerLost, PeerFenced}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +246,7 @@ def test_a_forged_note_ends_the_connection(world, start, fabric, note):
 def test_a_second_note_ends_the_connection(world, start):
     left, right = start(), start()
     _, back = world.connect(left, right)
-    right.engine._peers[back].link._name_ends()
+    link_of(right, back)._name_ends()
     world.run(lambda: left.of(PeerFenced))
     assert "cannot get ready to receive" in why(left)
 
@@ -258,7 +255,7 @@ def test_a_key_of_a_region_that_is_a_source_alone_is_never_given_away(world, sta
     node = start(2)
     source = node.register(writable=False)
     there, _ = world.connect(node, start())
-    granted = node.engine._peers[there].link.info
+    granted = link_of(node, there).info
     _, regions, _ = msgspec.msgpack.decode(granted)
     assert [len(keys) for _, _, keys in regions] == [2, 0]
     assert regions[1] == [0, 0, []]
@@ -316,7 +313,7 @@ def test_two_hundred_writes_through_a_queue_of_four(world, start, fabric):
     left.bytes[:] = noise(MIB)
     right.engine.expect(back, 1, 200)
     pages(left, there, right, 200, 4096, 1)
-    link = left.engine._peers[there].link
+    link = link_of(left, there)
     for _ in range(1000):
         if left.ended:
             break

@@ -424,7 +424,7 @@ VARIANTS = (
         "if message.posted > attempt.count or ",
         "if ",
         "lies_about_posted_end_the_connection_alone",
-        ValueError,
+        AssertionError,
     ),
     Variant(
         "8: a lost decoder is forgotten",

@@ -27,15 +27,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from disagg.hooks import (
-    FetchKV,
-    KVFailed,
-    KVReady,
-    KVReleased,
-    KVStuck,
-    NextStep,
-    TransferStats,
-)
+from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, KVStuck, NextStep, TransferStats
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError

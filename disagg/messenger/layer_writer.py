@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
-from disagg.kv_layout import KVLayout, Offsets, TailLayout
+from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest, PrefillStopped, encode
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.pace import Pace
 from disagg.messenger.sharding import Slice
-from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferError, WritesDone
+from disagg.transfer.interface import Pages, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class LayerWriter:
         group = link.hello.kv_regions[request.dp_rank * link.hello.tp :]
         for s in attempt.slices:
             here, there = self._memory.kv_regions[s.source_rank], group[s.destination_rank]
-            self._write(attempt, f"layer {layer}", here, there, s.nbytes, *s.offsets(src, dst))
+            pages = Pages(here, there, s.nbytes, *s.offsets(src, dst))
+            self._write(attempt, f"layer {layer}", pages)
 
     def _post_tail(self, attempt: Attempt, slot: int) -> None:
         tail, here, request = self._memory.tail, self._memory.tail_region, attempt.request
@@ -167,23 +168,14 @@ class LayerWriter:
         words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
         src, dst = (np.array([tail.slot_offset(s)]) for s in (slot, request.tail_slot))
         there = attempt.link.hello.tail_region
-        self._write(attempt, "tail", here, there, tail.slot_bytes, src, dst)
+        self._write(attempt, "tail", Pages(here, there, tail.slot_bytes, src, dst))
 
-    def _write(
-        self,
-        attempt: Attempt,
-        what: str,
-        here: MemoryRegion,
-        there: bytes,
-        nbytes: int,
-        src: Offsets,
-        dst: Offsets,
-    ) -> None:
-        peer, imm = attempt.link.peer, attempt.request.imm
-        ticket = self._transfer.write_pages(peer, here, there, nbytes, src, dst, imm)
-        self._trace.begin("layer writes", ticket, what, writes=len(src), job=attempt.job)
+    def _write(self, attempt: Attempt, what: str, pages: Pages) -> None:
+        ticket = self._transfer.write_pages(attempt.link.peer, pages, attempt.request.imm)
+        num_writes = len(pages.source_offsets)
+        self._trace.begin("layer writes", ticket, what, writes=num_writes, job=attempt.job)
         attempt.first_post = min(attempt.first_post, self._clock())
-        attempt.open_tickets[ticket] = len(src)
+        attempt.open_tickets[ticket] = num_writes
         self._tickets[ticket] = attempt
 
     # --- Ends ---

@@ -74,8 +74,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_pages: U32 = 0
     num_tail_slots: U32 = 0
     tp: TP = 1
-    kv_regions: tuple[bytes, ...] = ()
-    tail_region: bytes
+    kv_regions: tuple[int, ...] = ()
+    tail_region: int
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

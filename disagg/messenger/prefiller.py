@@ -26,7 +26,7 @@ from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
-from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
+from disagg.transfer.interface import Pages, Peer, PeerLost, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +135,10 @@ class PrefillerMessenger(Messenger):
         scratch = self._memory.scratch_region
         try:
             check_probe(probe, scratch.memory.nbytes)
-            there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
+            there, nbytes = link.hello.tail_region, probe.page_bytes
             pages = np.arange(probe.num_pages, dtype=np.int64)
             src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
-            self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
+            self._transfer.write_pages(peer, Pages(scratch, there, nbytes, src, dst), probe.imm)
         except TransferError as error:
             self._reject(peer, probe.attempt_id, str(error), permanent=True)
 
@@ -148,3 +148,5 @@ class PrefillerMessenger(Messenger):
             level = logging.WARNING if link.attempts else logging.INFO
             logger.log(level, "decoder %d lost: %s", event.peer, event.why)
             self._writer.on_peer_lost(link)
+        else:
+            logger.info("a caller is gone: %s", event.why)

@@ -3,7 +3,7 @@
     connecting --connected--> opening --their opening--> opened --ready()--> messages flow
         |  refused, timeout      |  garbage, version,       |  timeout           |  EOF, reset,
         v                        v  transport, timeout      v                    v  bad frame
-    Lost <-----------------------------------------------------------------------'
+    PeerLost <-------------------------------------------------------------------'
 
 The first frame each way is the opening; who connected says its own first. What it offers belongs to
 the links (addresses, tokens). Between `Opened` and `ready()` a link builds its own path; messages
@@ -24,20 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from disagg.transfer.interface import MessageReceived, Peer, TransferError
-from disagg.transfer.opening import MAX_OPENING_BYTES, Opening, decode_opening, encode_opening
+from disagg.transfer import wire
+from disagg.transfer.interface import MessageReceived, Peer, PeerLost, TransferError
 from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
-from disagg.transfer.wire import (
-    CHECK,
-    MAX_UNSENT_BYTES,
-    READ_BYTES,
-    Wire,
-    dial,
-    framed,
-    open_listener,
-    reason_of,
-    resolve,
-)
 
 MAX_MESSAGE_BYTES = 16 << 20
 #: Strangers that may be in the middle of opening a connection.
@@ -56,7 +45,7 @@ class Opened:
     """The peer's opening fits. Answered with `open()`, if it called us, and `ready()`."""
 
     peer: Peer
-    opening: Opening
+    opening: wire.Opening
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +56,17 @@ class NoteReceived:
     data: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A connection is over. `announced`: the user knows the peer (connected to it, or heard it)."""
-
-    peer: Peer
-    why: str
-    announced: bool
-
-
-ControlEvent = Opened | MessageReceived | NoteReceived | Lost
+ControlEvent = Opened | MessageReceived | NoteReceived | PeerLost
 
 #: Is handed a connection that joins another, after its first frame, the opening.
-Take = Callable[[Wire], None]
+Take = Callable[[wire.Wire], None]
 
 
 @dataclass(kw_only=True, eq=False)
-class _Connection(Wire):
+class _Connection(wire.Wire):
     """`waiting`: messages to send when it is `ready`. `joins`: by key, what takes a connection that
-    joins it. It ends if it is not ready and announced by the `deadline`; from then on the user
-    watches its silence."""
+    joins it. `announced`: the user knows it, for it is the user's or a message came. It ends if it
+    is not ready and announced by the `deadline`; from then on the user watches its silence."""
 
     peer: Peer
     announced: bool
@@ -104,10 +84,9 @@ class Control:
     """
 
     def __init__(
-        self, transports: Sequence[str], epoch: int, clock: Callable[[], float], timeout: float
+        self, transports: Sequence[str], clock: Callable[[], float], timeout: float
     ) -> None:
         self._transports = transports
-        self._epoch = epoch
         self._clock = clock
         self._timeout = timeout
         self._connections: dict[Peer, _Connection] = {}
@@ -126,7 +105,7 @@ class Control:
             connection.ready = True
             connection.unsent += connection.waiting
             connection.waiting.clear()
-            self._move(connection)
+            self.guard(peer, partial(self._move, connection))
 
     def is_open(self, peer: Peer) -> bool:
         """Whether the peer is known and not lost."""
@@ -138,11 +117,11 @@ class Control:
         self._connections[peer].joins[key] = take
         return key
 
-    def dial_again(self, peer: Peer) -> Wire:
+    def dial_again(self, peer: Peer) -> wire.Wire:
         """A second connection to the host and port of an open peer, the caller's own. OSError."""
         first = self._connections[peer]
-        tcp = dial(first.socket.family, first.socket.getpeername())
-        return Wire(socket=tcp, address=first.address, connected=False, opened=True)
+        tcp = wire.dial(first.socket.family, first.socket.getpeername())
+        return wire.Wire(socket=tcp, address=first.address, connected=False, opened=True)
 
     def guard(self, peer: Peer, step: Callable[[], None]) -> None:
         """Run a step of a connection or its link. If it fails, the connection ends, after the
@@ -154,22 +133,22 @@ class Control:
                 return  # it has ended
             why = str(error)
             if isinstance(error, OSError):
-                why = f"connection to {connection.address} broke: {reason_of(error)}"
+                why = f"connection to {connection.address} broke: {wire.reason_of(error)}"
             with suppress(OSError, ValueError):
-                for _ in range(MAX_UNSENT_BYTES // READ_BYTES if connection.ready else 0):
+                for _ in range(wire.MAX_UNSENT_BYTES // wire.READ_BYTES if connection.ready else 0):
                     connection.read()
                     self._parse(connection)
             self.close_peer(peer, why)
 
     def send_note(self, peer: Peer, data: bytes) -> None:
         """To the peer's link, also before `ready`. Lost: dropped."""
-        self._queue(peer, framed(data, note=True), at_once=True)
+        self._queue(peer, wire.framed(data, note=True), at_once=True)
 
     # What the engine passes on.
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """See `TransferEngine.listen`."""
-        self._listener, self._accept_at = open_listener(host, port), 0.0
+        self._listener, self._accept_at = wire.open_listener(host, port), 0.0
         bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
@@ -177,31 +156,29 @@ class Control:
         """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
         where = f"{host}:{port}"
         try:
-            return self._add(dial(*resolve(host, port)), where, connected=False)
+            return self._add(wire.dial(*wire.resolve(host, port)), where, connected=False)
         except OSError as error:
             self._last_peer += 1
-            why = f"cannot connect to {where}: {reason_of(error)}; {CHECK}"
-            self._events.append(Lost(peer=self._last_peer, why=why, announced=True))
+            why = f"cannot connect to {where}: {wire.reason_of(error)}; {wire.CHECK}"
+            self._events.append(PeerLost(peer=self._last_peer, why=why))
             return self._last_peer
 
     def open(self, peer: Peer, offers: dict[str, bytes]) -> None:
         """Say our opening: after `connect`, or in answer to `Opened`. Lost: no-op."""
-        frame = framed(encode_opening(Opening(self._epoch, offers)))
+        frame = wire.framed(wire.encode_opening(wire.Opening(offers)))
         self._queue(peer, frame, at_once=True)
 
     def close_peer(self, peer: Peer, why: str) -> None:
-        """End a connection; `Lost` follows from the next `poll`. Unknown or lost: no-op."""
+        """End a connection; `PeerLost` follows from the next `poll`. Unknown or lost: no-op."""
         if connection := self._connections.pop(peer, None):
             self.waiter.close_socket(connection.socket)
-            self._events.append(Lost(peer=peer, why=why, announced=connection.announced))
+            self._events.append(PeerLost(peer=peer, why=why))
 
     def send(self, peer: Peer, data: bytes) -> None:
         """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
         if not 1 <= len(data) <= MAX_MESSAGE_BYTES:
-            raise ValueError(
-                f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}; split it"
-            )
-        self._queue(peer, framed(data))
+            raise ValueError(f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
+        self._queue(peer, wire.framed(data))
 
     def poll(self, timeout: float) -> list[ControlEvent]:
         """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
@@ -214,8 +191,9 @@ class Control:
             timeout = 0.0
         if self._listener is not None and now >= self._accept_at:
             self._accept_at = math.inf
-            accept = partial(self._accept, self._listener)
-            self.waiter.watch(self._listener.fileno(), READABLE, accept)
+            self.waiter.watch(
+                self._listener.fileno(), READABLE, partial(self._accept, self._listener)
+            )
         ends = min([self._accept_at, *(connection.deadline for connection in opening)])
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self._events = self._events, []
@@ -263,39 +241,35 @@ class Control:
         if connection := self._connections.get(peer):
             queue = connection.unsent if connection.ready or at_once else connection.waiting
             queue += frame
-            self._move(connection)
+            self.guard(peer, partial(self._move, connection))
 
     def _move(self, connection: _Connection, events: int = 0) -> None:
         """Do what can be done now; `events` are those that epoll reports."""
-
-        def move() -> None:
-            if events and not connection.connected:
-                connection.finish_connect()
-            if events & ~WRITABLE:
-                with suppress(BlockingIOError):
-                    connection.read(one_frame=not connection.opened)
-            self._parse(connection)
-            connection.flush()
-            if self.is_open(connection.peer):  # neither lost nor handed over
-                self._watch(connection)
-
-        self.guard(connection.peer, move)
+        if events and not connection.connected:
+            connection.finish_connect()
+        if events & ~WRITABLE:
+            with suppress(BlockingIOError):
+                connection.read(one_frame=not connection.opened)
+        self._parse(connection)
+        connection.flush()
+        if self.is_open(connection.peer):  # neither lost nor handed over
+            self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
         held = connection.opened and not connection.ready
-        reads = not held or len(connection.received) < MAX_OPENING_BYTES
+        reads = not held or len(connection.received) < wire.MAX_OPENING_BYTES
         writes = bool(connection.unsent) or not connection.connected
         self.waiter.watch(
             connection.socket.fileno(),
             READABLE * reads | WRITABLE * writes,
-            lambda events: self._move(connection, events),
+            lambda events: self.guard(connection.peer, partial(self._move, connection, events)),
         )
 
     def _parse(self, connection: _Connection) -> None:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
         peer = connection.peer
         while self.is_open(peer):
-            limit = MAX_MESSAGE_BYTES if connection.ready else MAX_OPENING_BYTES
+            limit = MAX_MESSAGE_BYTES if connection.ready else wire.MAX_OPENING_BYTES
             taken = connection.take(limit, notes_only=connection.opened and not connection.ready)
             if taken is None:
                 return
@@ -311,7 +285,7 @@ class Control:
     def _on_opening(self, connection: _Connection, frame: bytes) -> None:
         peer = connection.peer
         try:
-            opening = decode_opening(frame, self._transports)
+            opening = wire.decode_opening(frame, self._transports)
         except TransferError as error:
             if not connection.announced:  # it called: our answer shows it why this is the end
                 self.open(peer, dict.fromkeys(self._transports, b""))
@@ -329,7 +303,7 @@ class Control:
         raise TransferError(f"{connection.address} joins nothing that is open")
 
     def _end_late(self, connection: _Connection) -> None:
-        step, check = "sent no opening" if connection.connected else "did not answer", CHECK
+        step, check = "sent no opening" if connection.connected else "did not answer", wire.CHECK
         if connection.opened:
             step, check = "opened, but the path for writes did not come up", PATH_CHECK
         why = f"{connection.address} {step} within {self._timeout:g} s; {check}"

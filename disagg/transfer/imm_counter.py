@@ -30,26 +30,20 @@ class ImmCounter:
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
         """Wait for `count` arrivals of `imm` from `peer`. ValueError if `imm` does not increase."""
-        if count < 1:
-            raise ValueError(f"imm {imm}: expected a count of at least 1, got {count}")
-        if not self._last_imm < imm <= MAX_IMM:
+        if count < 1 or not self._last_imm < imm <= MAX_IMM:
             raise ValueError(
-                f"imm {imm}: expected more than the last one ({self._last_imm}) and at most"
-                f" {MAX_IMM}; an imm is never used twice, take the next number"
+                f"imm {imm}: expected more than the last one ({self._last_imm}), at most {MAX_IMM},"
+                f" and a count of at least 1, got {count}; an imm is never used twice"
             )
         self._last_imm = imm
         self._waiting[imm] = _Expectation(peer=peer, count=count)
 
     def lower(self, imm: int, count: int) -> None:
-        """Wait for `count` arrivals only. Reached or forgotten: no-op. ValueError if more."""
-        expectation = self._waiting.get(imm)
-        if expectation is None:
-            return
-        if not 0 <= count <= expectation.count:
-            most = expectation.count
-            raise ValueError(f"imm {imm}: can only be lowered; expected 0 to {most}, got {count}")
-        expectation.count = count
-        self._settle(imm, expectation)
+        """Wait for `count` arrivals only, not more than before. Reached or forgotten: no-op."""
+        if expectation := self._waiting.get(imm):
+            assert 0 <= count <= expectation.count, f"imm {imm} is lowered to {count}"
+            expectation.count = count
+            self._settle(imm, expectation)
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""

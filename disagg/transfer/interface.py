@@ -1,7 +1,7 @@
 """The transfer engine contract: one-sided writes with immediates, and messages beside them.
 
          writer                                             owner of the memory
-    write_pages(dst, offsets, imm)  == bytes, then imm ==>  expect(peer, imm, count)
+    write_pages(peer, pages, imm)   == bytes, then imm ==>  expect(peer, imm, count)
          poll() -> WritesDone(ticket)                       poll() -> ImmReached(imm)
          send(peer, bytes)          ------ message ------>  poll() -> MessageReceived
 
@@ -16,7 +16,7 @@ what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,10 +52,22 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRegion:
-    """Registered memory. `descriptor` is all a connected peer needs to write into it (opaque)."""
+    """Registered memory. Its number is all that a connected peer needs to write into it."""
 
     memory: Memory
-    descriptor: bytes
+    descriptor: int
+
+
+class Pages(NamedTuple):
+    """Writes of `page_bytes`, from each source offset of our region `source` to the offset beside
+    it in the peer's region `destination`, its descriptor. Offsets are bytes: int64 `[num_writes]`.
+    """
+
+    source: MemoryRegion
+    destination: int
+    page_bytes: int
+    source_offsets: Offsets
+    destination_offsets: Offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +94,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLost:
-    """The connection is over; said once for each peer that `connect` returned or that spoke.
+    """The connection is over; said once for each, also of a caller that never spoke.
 
     No write of ours to it reads its source any more; its open tickets end without an event of their
     own. What it posted may still land HERE until `PeerFenced`.
@@ -103,7 +115,7 @@ Event = WritesDone | ImmReached | MessageReceived | PeerLost | PeerFenced
 
 
 class TransferEngine(Protocol):
-    """See the module's docstring. Offsets and sizes are bytes; an `imm` is a u32 in host order."""
+    """See the module's docstring. An `imm` is a u32 in host order."""
 
     def register(self, memory: Memory) -> MemoryRegion:
         """Make memory a source for writes and, if `writable`, one that every peer may write to.
@@ -128,23 +140,14 @@ class TransferEngine(Protocol):
         """Send a message. To a lost peer: dropped (its `PeerLost` says so). ValueError if it is
         empty or too long (16 MiB)."""
 
-    def write_pages(
-        self,
-        peer: Peer,
-        src: MemoryRegion,
-        dst: bytes,
-        page_bytes: int,
-        src_offsets: Offsets,
-        dst_offsets: Offsets,
-        imm: int,
-    ) -> Ticket:
-        """One write of `page_bytes` with one immediate for EACH pair of offsets (at least one).
+    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        """One write with one immediate for EACH of the pages (at least one).
 
         The peer has spoken: a message of it came from `poll`.
 
-        TransferError if a range lies outside its region or `dst` is no descriptor of the peer, or
-        of memory that is not `writable`; then none of the writes was posted. To a lost peer:
-        dropped (its `PeerLost` ends the ticket).
+        TransferError if a range lies outside its region or the peer has no such region, or none
+        that is `writable`; then none of the writes was posted. To a lost peer: dropped (its
+        `PeerLost` ends the ticket).
         """
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:

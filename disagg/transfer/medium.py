@@ -3,10 +3,10 @@
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()
     Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
-                post(), take_ended() ... revoke(), is_fenced(), close()
+                post(), settle() ... revoke(), is_fenced(), close()
 
-A link takes writes from the front of its `jobs`, in order, and counts each in `num_posted` when it
-can no longer be withdrawn.
+A link takes writes from the front of its `jobs`, in order: those can no longer be withdrawn. A job
+that has no more waits in `out` until none of its writes is `under_way`; then its ticket ends.
 """
 
 from abc import ABC, abstractmethod
@@ -20,44 +20,38 @@ import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.transfer.control import Control
-from disagg.transfer.interface import Memory, Peer, Ticket, TransferError, WritesDone
+from disagg.transfer.interface import Memory, Pages, Peer, Ticket, TransferError
 
 Bytes = npt.NDArray[np.uint8]
-
-#: Counts arrivals of an immediate: `arrived(imm, count)`.
-Arrived = Callable[[int, int], None]
 
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """The writes of a ticket, of which `num_posted` are out. `source_region` is ours and has the
-    bytes `source`; `region` is the peer's. Every offset was checked."""
+    """The writes of a ticket, of which `num_posted` are out. `source` has the bytes of the source
+    region; every offset was checked. `under_way`: chains or frames that still read them."""
 
     ticket: Ticket
     peer: Peer
+    pages: Pages
     source: Bytes
-    source_region: int
-    region: int
-    write_bytes: int
-    source_offsets: Offsets
-    destination_offsets: Offsets
     imm: int
     num_posted: int = 0
+    under_way: int = 0
 
     @property
-    def is_posted(self) -> bool:
-        """Whether all writes are out."""
-        return self.num_posted == len(self.source_offsets)
+    def num_left(self) -> int:
+        """Writes that are not out yet."""
+        return len(self.pages.source_offsets) - self.num_posted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """What a link is made for. `outgoing`: this side connected. `arrived` counts what the peer
-    wrote; it is called from the control's `poll`."""
+    """What a link is made for. `outgoing`: this side connected. `arrived(imm, count)` counts what
+    the peer wrote; it is called from the control's `poll`."""
 
     control: Control
     peer: Peer
-    arrived: Arrived
+    arrived: Callable[[int, int], None]
     outgoing: bool
 
 
@@ -65,16 +59,17 @@ class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
     `info` is for our opening. `region_bytes`: sizes of the peer's regions, known once ready; 0 for
-    one that it does not let us write to. `ended` waits for `take_ended`.
+    one that it does not let us write to. `jobs` wait to be posted, those `out` for their end.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.control = connection.control
         self.peer = connection.peer
+        self.arrived = connection.arrived
         self.outgoing = connection.outgoing
         self.info = b""
         self.jobs: deque[Job] = deque()
-        self.ended: list[WritesDone] = []
+        self.out: list[Job] = []
         self.region_bytes: list[int] = []
 
     @abstractmethod
@@ -87,15 +82,22 @@ class Link(ABC):
 
     @abstractmethod
     def post(self) -> None:
-        """Move a bounded amount. Jobs whose writes are all out leave `jobs`."""
+        """Move a bounded amount of what `take` gives."""
 
-    def end(self, ticket: Ticket) -> None:
-        """A job is out, or was taken out of the queue: end its ticket after what is out already."""
-        self.ended.append(WritesDone(ticket=ticket))
+    def take(self, most: int) -> tuple[Job, Offsets, Offsets]:
+        """The first job, and the offsets of its next writes, at most `most`: they are out now."""
+        job = self.jobs[0]
+        some = slice(job.num_posted, job.num_posted + most)
+        offsets = job.pages.source_offsets[some], job.pages.destination_offsets[some]
+        job.num_posted += len(offsets[0])
+        if not job.num_left:
+            self.out.append(self.jobs.popleft())
+        return job, *offsets
 
-    def take_ended(self) -> list[WritesDone]:
-        """Tickets whose posted writes read their source no more, each returned once."""
-        ended, self.ended = self.ended, []
+    def settle(self) -> list[Job]:
+        """Jobs that are out and whose source is read no more, each returned once."""
+        ended = [job for job in self.out if not job.under_way]
+        self.out = [job for job in self.out if job.under_way]
         return ended
 
     def take_note(self, data: bytes) -> None:

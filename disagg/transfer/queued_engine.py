@@ -1,51 +1,31 @@
 """All of a transfer engine but the moving of bytes: regions, tickets, jobs of each peer.
 
-    write_pages --> jobs of a peer --turns--> link.post --> link.take_ended --> WritesDone
+    write_pages --> jobs of a peer --turns--> link.post --> link.settle --> WritesDone
     connect --> a link of each medium --> Opened: the one that was chosen --> link.start
     called  --> Opened --> a link of the first medium that fits -----------> link.start
-    Lost --> link.revoke --> PeerLost --> link.is_fenced --> PeerFenced, link.close
+    PeerLost --> link.revoke --> link.is_fenced --> PeerFenced, link.close
 
 What moves bytes is a medium (`medium.py`), messages and waiting are `control.py`. Peers take turns:
 one poll posts for one of them, a bounded amount, so that the caller can look at other things.
 """
 
 import ctypes
-import logging
-import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import numpy as np
 
-from disagg.kv_layout import Offsets
 from disagg.resource import Resource
 from disagg.transfer import interface
-from disagg.transfer.control import Control, Lost, NoteReceived, Opened
+from disagg.transfer.control import Control, NoteReceived, Opened
 from disagg.transfer.imm_counter import ImmCounter
-from disagg.transfer.interface import Event, Memory, MemoryRegion, Peer, Ticket, TransferError
+from disagg.transfer.interface import Memory, MemoryRegion, Pages, Peer, Ticket, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
-from disagg.transfer.opening import decode
-
-logger = logging.getLogger(__name__)
 
 #: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
 OPENING_TIMEOUT_SECONDS = 3.0
-
-
-@dataclass(kw_only=True)
-class _Peer:
-    """`links`: one for each medium that was offered, then the chosen one."""
-
-    links: dict[str, Link]
-    epoch: int = 0
-
-    @property
-    def link(self) -> Link:
-        return next(iter(self.links.values()))
 
 
 class QueuedEngine(interface.TransferEngine, Resource):
@@ -53,23 +33,20 @@ class QueuedEngine(interface.TransferEngine, Resource):
     engines."""
 
     def __init__(
-        self,
-        media: Sequence[Medium],
-        *,
-        opening_timeout: float = OPENING_TIMEOUT_SECONDS,
+        self, media: Sequence[Medium], *, opening_timeout: float = OPENING_TIMEOUT_SECONDS
     ) -> None:
-        self._epoch = secrets.randbits(64)
         self._media = media
         names = [medium.name for medium in media]
-        self._control = Control(names, self._epoch, time.monotonic, opening_timeout)
+        self._control = Control(names, time.monotonic, opening_timeout)
         self._counter = ImmCounter()
-        self._views: list[Bytes] = []
+        self._views: dict[MemoryRegion, Bytes] = {}
         self._started = False
-        self._peers: dict[Peer, _Peer] = {}
+        #: By name: of each medium that was offered, then of the chosen one alone.
+        self._links: dict[Peer, dict[str, Link]] = {}
         self._open: dict[Ticket, Job] = {}
         self._last_ticket = 0
-        self._fencing: dict[Peer, list[Link]] = {}  # lost, not fenced yet
-        self._events: list[Event] = []
+        self._fencing: dict[Peer, dict[str, Link]] = {}  # lost, not fenced yet
+        self._events: list[interface.Event] = []
 
     def register(self, memory: Memory) -> MemoryRegion:
         if self._started:
@@ -78,9 +55,9 @@ class QueuedEngine(interface.TransferEngine, Resource):
         view = np.ctypeslib.as_array(buffer)
         for medium in self._media:
             medium.register(memory, view)
-        descriptor = self._epoch, len(self._views)
-        self._views.append(view)
-        return MemoryRegion(memory=memory, descriptor=msgspec.msgpack.encode(descriptor))
+        region = MemoryRegion(memory=memory, descriptor=len(self._views))
+        self._views[region] = view
+        return region
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         self._started = True
@@ -96,51 +73,35 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._control.close_peer(peer, why)
 
     def transport_to(self, peer: Peer) -> str:
-        return next(iter(self._peers[peer].links))
+        return next(iter(self._links[peer]))
 
     def send(self, peer: Peer, data: bytes) -> None:
         self._control.send(peer, data)
 
-    def write_pages(
-        self,
-        peer: Peer,
-        src: MemoryRegion,
-        dst: bytes,
-        page_bytes: int,
-        src_offsets: Offsets,
-        dst_offsets: Offsets,
-        imm: int,
-    ) -> Ticket:
+    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        region, dst, page_bytes, *offsets = pages
+        src_offsets, dst_offsets = (np.array(each, np.int64) for each in offsets)  # they may change
         pairs = len(src_offsets), len(dst_offsets)
         if not 0 <= imm <= interface.MAX_IMM or page_bytes < 1 or not pairs[0] == pairs[1] > 0:
             raise TransferError(
                 "a write: expected an imm of 32 bits, at least 1 byte, and one destination for each"
                 f" source, got imm {imm}, {page_bytes} bytes, {pairs[1]} for {pairs[0]} sources"
             )
-        own = _find("source", src.descriptor, self._epoch, len(self._views))
-        interface.check_offsets("source", src_offsets, page_bytes, self._views[own].nbytes)
+        if (source := self._views.get(region)) is None:
+            raise TransferError(f"source: expected a region of this engine, got another: {region}")
+        interface.check_offsets("source", src_offsets, page_bytes, source.nbytes)
         self._last_ticket += 1
         if not self._control.is_open(peer):
             return self._last_ticket
-        known = self._peers[peer]
-        sizes = known.link.region_bytes
-        region = _find("destination", dst, known.epoch, len(sizes))
-        if not sizes[region]:
-            raise TransferError("destination: expected writable memory, got a source alone")
-        interface.check_offsets("destination", dst_offsets, page_bytes, sizes[region])
-        job = Job(
-            ticket=self._last_ticket,
-            peer=peer,
-            source=self._views[own],
-            source_region=own,
-            region=region,
-            write_bytes=page_bytes,
-            source_offsets=np.array(src_offsets, dtype=np.int64),
-            destination_offsets=np.array(dst_offsets, dtype=np.int64),
-            imm=imm,
-        )
+        link = self._link(peer)
+        sizes = link.region_bytes
+        if not 0 <= dst < len(sizes) or not sizes[dst]:
+            raise TransferError(f"destination: region {dst} is none that the peer lets us write to")
+        interface.check_offsets("destination", dst_offsets, page_bytes, sizes[dst])
+        pages = Pages(region, dst, page_bytes, src_offsets, dst_offsets)
+        job = Job(ticket=self._last_ticket, peer=peer, pages=pages, source=source, imm=imm)
         self._open[job.ticket] = job
-        known.link.jobs.append(job)
+        link.jobs.append(job)
         return job.ticket
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -154,19 +115,19 @@ class QueuedEngine(interface.TransferEngine, Resource):
         if len(jobs) < len(tickets) or not all(self._control.is_open(job.peer) for job in jobs):
             return None  # the peer is lost: what it will still count is unknown
         for job in jobs:
-            link = self._peers[job.peer].link
+            link = self._link(job.peer)
             if job in link.jobs:
                 link.jobs.remove(job)
-                link.end(job.ticket)  # `WritesDone` of those writes that were posted
+                link.out.append(job)  # it ends with those writes that were posted
         return sum(job.num_posted for job in jobs)
 
-    def poll(self, timeout: float) -> list[Event]:
+    def poll(self, timeout: float) -> list[interface.Event]:
         self._post_next()
-        for known in self._peers.values():
-            for end in known.link.take_ended():
-                del self._open[end.ticket]
-                self._events.append(end)
-        can_post = any(known.link.can_post() for known in self._peers.values())
+        for peer in self._links:
+            for job in self._link(peer).settle():
+                del self._open[job.ticket]
+                self._events.append(interface.WritesDone(ticket=job.ticket))
+        can_post = any(self._link(peer).can_post() for peer in self._links)
         if can_post or self._events or self._counter.reached:
             timeout = 0.0
         elif self._fencing:
@@ -176,12 +137,12 @@ class QueuedEngine(interface.TransferEngine, Resource):
                 case Opened():
                     self._control.guard(event.peer, partial(self._on_opened, event))
                 case NoteReceived():
-                    link = self._peers[event.peer].link
+                    link = self._link(event.peer)
                     link.guard(partial(link.take_note, event.data))
-                case Lost():
-                    self._on_lost(event)
                 case _:
                     self._events.append(event)
+                    if isinstance(event, interface.PeerLost):
+                        self._on_lost(event.peer)
         self._look_at_fences()
         reached = [interface.ImmReached(imm=imm) for imm in self._counter.take_reached()]
         taken, self._events = self._events, []
@@ -192,13 +153,13 @@ class QueuedEngine(interface.TransferEngine, Resource):
 
     def close(self) -> None:
         """See `interface.py`. With shm, a batch under way (some milliseconds) may still land."""
-        for links in (*self._fencing.values(), *(p.links.values() for p in self._peers.values())):
-            for link in links:
+        for links in (*self._fencing.values(), *self._links.values()):
+            for link in links.values():
                 link.close()
         self._control.close()
         for medium in self._media:
             medium.close()
-        self._peers, self._fencing, self._media = {}, {}, []
+        self._links, self._fencing, self._media = {}, {}, []
 
     def __del__(self) -> None:
         """Forgotten by its owner. Left to itself, Python would close what it holds in any order."""
@@ -209,8 +170,7 @@ class QueuedEngine(interface.TransferEngine, Resource):
         """Make a link of each of the media, and say so in our opening. OSError."""
         arrived = partial(self._counter.count, peer)
         end = Connection(control=self._control, peer=peer, arrived=arrived, outgoing=outgoing)
-        links = {medium.name: medium.link(end) for medium in media}
-        self._peers[peer] = _Peer(links=links)
+        self._links[peer] = links = {medium.name: medium.link(end) for medium in media}
         self._control.open(peer, {name: link.info for name, link in links.items()})
 
     def _on_opened(self, opened: Opened) -> None:
@@ -220,50 +180,35 @@ class QueuedEngine(interface.TransferEngine, Resource):
             return  # lost in the same poll
         *better, last = (medium for medium in self._media if medium.name in offers)
         chosen = next((medium for medium in better if medium.fits(offers[medium.name])), last)
-        if peer not in self._peers:
+        if peer not in self._links:
             self._offer(peer, [chosen], outgoing=False)
-        known = self._peers[peer]
-        for name in known.links.keys() - {chosen.name}:
-            known.links.pop(name).close()
-        known.epoch = opened.opening.epoch
-        known.link.start(offers[chosen.name])
+        links = self._links[peer]
+        for name in links.keys() - {chosen.name}:
+            links.pop(name).close()
+        links[chosen.name].start(offers[chosen.name])
+
+    def _link(self, peer: Peer) -> Link:
+        return next(iter(self._links[peer].values()))
 
     def _post_next(self) -> None:
         """Post for the peer that has waited longest, if any has something to post."""
-        for peer, known in self._peers.items():
-            if self._control.is_open(peer) and known.link.can_post():
-                self._peers[peer] = self._peers.pop(peer)  # to the end: peers take turns
-                known.link.guard(known.link.post)
+        for peer in self._links:
+            link = self._link(peer)
+            if self._control.is_open(peer) and link.can_post():
+                self._links[peer] = self._links.pop(peer)  # to the end: peers take turns
+                link.guard(link.post)
                 return
 
-    def _on_lost(self, lost: Lost) -> None:
-        links = list(self._peers.pop(lost.peer, _Peer(links={})).links.values())
-        for link in links:
+    def _on_lost(self, peer: Peer) -> None:
+        self._fencing[peer] = self._links.pop(peer, {})
+        for link in self._fencing[peer].values():
             link.revoke()
-        self._counter.forget_peer(lost.peer)
-        self._open = {t: job for t, job in self._open.items() if job.peer != lost.peer}
-        if lost.announced:
-            self._events.append(interface.PeerLost(peer=lost.peer, why=lost.why))
-            self._fencing[lost.peer] = links
-        else:  # nobody waits for the fence of a stranger, or hears why it failed
-            logger.info("a caller is gone: %s", lost.why)
-            for link in links:
-                link.close()
+        self._counter.forget_peer(peer)
+        self._open = {t: job for t, job in self._open.items() if job.peer != peer}
 
     def _look_at_fences(self) -> None:
         for peer, links in list(self._fencing.items()):
-            if all(link.is_fenced() for link in links):
-                for link in self._fencing.pop(peer):
+            if all(link.is_fenced() for link in links.values()):
+                for link in self._fencing.pop(peer).values():
                     link.close()
                 self._events.append(interface.PeerFenced(peer=peer))
-
-
-def _find(what: str, descriptor: bytes, epoch: int, num_regions: int) -> int:
-    """Which of an engine's regions a descriptor names, or TransferError."""
-    owner, region = decode(descriptor, tuple[int, int], f"{what}: not a region descriptor")
-    if owner != epoch or not 0 <= region < num_regions:
-        raise TransferError(
-            f"{what}: expected a descriptor of a region that this peer registered, got another;"
-            " take the one it sent on this connection"
-        )
-    return region

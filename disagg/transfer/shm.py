@@ -18,19 +18,18 @@ the copy. One poll copies at most two batches' bytes, or one larger write.
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
 from disagg.transfer.medium import Bytes, Connection, Link, Medium
-from disagg.transfer.opening import decode
-from disagg.transfer.page_copy import copy_pages
+from disagg.transfer.wire import decode
 
 #: Copied under one lock of the lease: two to four milliseconds. Smaller ones would cost more: the
 #: lock, the note and a round of `poll` take a tenth of a millisecond.
@@ -38,9 +37,11 @@ BATCH_BYTES = 16 << 20
 #: Tickets that a batch may have, however small they are.
 MAX_RECORDS = 512
 TOKEN_BYTES = 16
-
-#: As `copy_pages`.
-Copy = Callable[[Bytes, Bytes, int, Offsets, Offsets], None]
+# The best of those tried with `tests/bench/bench_shm.py` (AMD EPYC, 2 cores):
+#: Pages below this are copied many in one numpy call, which costs a copy more; others one by one.
+SMALL_PAGE_BYTES = 4 << 10
+#: Copied between two touches. A numpy call's temporary of this size stays in the cache.
+STEP_BYTES = 256 << 10
 
 
 class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -52,12 +53,12 @@ class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
 
 
 class ShmMedium(Medium):
-    """The memory to grant to peers. `copy` is there for tests that stop it."""
+    """The memory to grant to peers. Tests put another `copy` here, to stop it half way."""
 
     name = "shm"
 
-    def __init__(self, copy: Copy = copy_pages) -> None:
-        self.copy = copy
+    def __init__(self) -> None:
+        self.copy = copy_pages
         self.own: list[Extent | None] = []
         self.host = host_identity()
 
@@ -97,7 +98,6 @@ class ShmLink(Link):
     def __init__(self, connection: Connection, medium: ShmMedium) -> None:
         super().__init__(connection)
         self._medium = medium
-        self._arrived = connection.arrived
         self.regions: list[Bytes] = []
         self.held_lease: HeldLease | None = None
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -133,7 +133,7 @@ class ShmLink(Link):
 
     def take_note(self, data: bytes) -> None:
         for imm, count in decode(data, list[tuple[int, int]], "malformed note of shm"):
-            self._arrived(imm, count)
+            self.arrived(imm, count)
 
     def revoke(self) -> None:
         if self.held_lease is not None:
@@ -152,30 +152,58 @@ class ShmLink(Link):
         records: list[tuple[int, int]] = []
         budget = BATCH_BYTES
         while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
-            job = self.jobs[0]
-            some = slice(job.num_posted, job.num_posted + max(1, budget // job.write_bytes))
-            sources, destinations = job.source_offsets[some], job.destination_offsets[some]
-            region, nbytes = self.regions[job.region], job.write_bytes
+            nbytes = self.jobs[0].pages.page_bytes
+            job, sources, destinations = self.take(max(1, budget // nbytes))
+            region = self.regions[job.pages.destination]
             self._medium.copy(region, job.source, nbytes, destinations, sources)
-            job.num_posted += len(sources)
             budget -= nbytes * len(sources)
             records.append((job.imm, len(sources)))
-            if job.is_posted:
-                self.end(self.jobs.popleft().ticket)
         return records
 
     def _map(self, theirs: _Info, files: str) -> None:
         self.held_lease = lease = HeldLease(f"{files}/{theirs.lease}")
-        if (uid := os.fstat(lease.fd).st_uid) != os.getuid():
-            raise TransferError(
-                f"shm needs one user on both sides; ours is {os.getuid()}, got {uid}"
-            )
+        if (uid := os.fstat(lease.fd).st_uid) != (ours := os.getuid()):
+            raise TransferError(f"expected one user on both sides; ours is {ours}, got {uid}")
         grant = lease.read_grant()
         if not secrets.compare_digest(grant[:TOKEN_BYTES], theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
         granted = decode(grant[TOKEN_BYTES:], list[Extent | None], "malformed grant of shm")
         self.regions = [_map_region(files, extent) for extent in granted]
         self.region_bytes = [region.nbytes for region in self.regions]
+
+
+def copy_pages(
+    destination: Bytes,
+    source: Bytes,
+    page_bytes: int,
+    destination_offsets: Offsets,
+    source_offsets: Offsets,
+) -> None:
+    """Copy `page_bytes` for each pair of offsets, all of which lie inside the regions.
+
+    source       | . | 2 | . | 0 | 1 |     source_offsets       [3, 4, 1] * page_bytes
+                       |       |   |
+    destination  | 1 | . | 0 | . | 2 |     destination_offsets  [2, 0, 4] * page_bytes
+
+    Small pages take the fast path if their offsets are whole pages: there a page is one element, so
+    that numpy gathers and scatters many in one call. The other path keeps Python's lock: callers
+    bound how much they copy at once.
+    """
+    offsets = (source_offsets, destination_offsets)
+    as_elements = page_bytes < SMALL_PAGE_BYTES and not any((o % page_bytes).any() for o in offsets)
+    step = max(1, STEP_BYTES // page_bytes)
+    from_view, to_view = source.data, destination.data  # quicker to slice than numpy
+    for first in range(0, len(source_offsets), step):
+        starts, ends = (o[first : first + step] for o in offsets)
+        # One byte of each page, all at once: the cache and page-table misses that every page starts
+        # with overlap here, instead of stopping the copy once for each page.
+        _ = source[starts], destination[ends]
+        if as_elements:
+            sources, destinations = (_as_pages(r, page_bytes) for r in (source, destination))
+            destinations[ends // page_bytes] = sources[starts // page_bytes]
+            continue
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            to_view[end : end + page_bytes] = from_view[start : start + page_bytes]
 
 
 def host_identity() -> str:
@@ -195,9 +223,7 @@ def _map_region(files: str, extent: Extent | None) -> Bytes:
         return np.empty(0, np.uint8)
     with OpenFile(f"{files}/{extent.fd}", os.O_RDWR) as file:
         if not fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransferError(
-                "the peer granted memory that it could shrink; expected a sealed memfd"
-            )
+            raise TransferError("the peer's memory could shrink; expected a sealed memfd")
         file_bytes, end = os.fstat(file.fd).st_size, extent.fd_offset + extent.nbytes
         if not 0 <= extent.fd_offset < end <= file_bytes:
             raise TransferError(
@@ -205,3 +231,8 @@ def _map_region(files: str, extent: Extent | None) -> Bytes:
             )
         with SharedMemory(file_bytes, fd=os.dup(file.fd)) as memory:
             return memory.bytes[extent.fd_offset : end]
+
+
+def _as_pages(region: Bytes, page_bytes: int) -> npt.NDArray[np.void]:
+    whole = region.nbytes // page_bytes * page_bytes
+    return region[:whole].view(np.dtype((np.void, page_bytes)))

@@ -5,107 +5,138 @@
       |<---- opening: key, sizes ----------------|
       |== second connection, to the same port ==>|  opens with the key: see `control.py`
      ready                                     ready
-      |<============ frames, both ways =========>|  see `tcp_frames.py`
 
     jobs of a peer --frame--> sendmsg from the pages ==TCP==> recvmsg into the pages --> count
     WritesDone <-- the kernel took all
     PeerLost --> the data connection is closed and nobody reads it any more --> PeerFenced
 
-What is sent is bounded by the kernel's buffers and one frame: a reader that does not read stops the
-posting, and what is not posted can be withdrawn.
+    frame | length u32 | msgpack [region, imm, bytes of a write, offset i64 of each] | payloads |
+
+Nothing is copied on the way: the kernel gathers a frame from slices of the source region, and
+scatters it into slices of the destination. What is sent is bounded by the kernel's buffers and one
+frame: a reader that does not read stops the posting, and what is not posted can be withdrawn.
 """
 
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from disagg.transfer.interface import Memory, Ticket, WritesDone
-from disagg.transfer.medium import Bytes, Connection, Link, Medium
-from disagg.transfer.opening import Opening, decode, encode_opening
-from disagg.transfer.tcp_frames import FRAME_BYTES, Frame, FrameReader, outgoing_frame
+from disagg.kv_layout import Offsets
+from disagg.transfer.interface import MAX_IMM, Memory, TransferError, check_offsets
+from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
 from disagg.transfer.waiter import READABLE, WRITABLE
-from disagg.transfer.wire import Wire, framed
+from disagg.transfer.wire import Opening, Wire, decode, encode_opening, framed
 
+#: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
+MAX_FRAME_WRITES = 256
+#: Payload of a frame of several writes. One larger write has a frame of its own. The best of those
+#: tried with `tests/bench/bench_tcp.py`: after each copy of a frame, Python runs on cold caches.
+FRAME_BYTES = 4 << 20
 #: Read at most when a connection has ended, of what came before.
 LAST_BYTES = 16 << 20
 #: What a system call costs beside its bytes, in bytes; it bounds how many small ones a poll makes.
 CALL_BYTES = 16 << 10
 
-#: `socket.sendmsg`, as far as it is used.
-Send = Callable[[socket.socket, list[memoryview]], int]
+_MAX_HEAD_BYTES = 8 * MAX_FRAME_WRITES + 64
+
+
+class Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What a frame's payloads are; `offsets` are in the region, of 8 bytes each, little endian."""
+
+    region: Annotated[int, msgspec.Meta(ge=0)]
+    imm: Annotated[int, msgspec.Meta(ge=0, le=MAX_IMM)]
+    write_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    offsets: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8 * MAX_FRAME_WRITES)]
+
+
+class Frame:
+    """A frame on its way: a head (if we send it), then slices of a region. `moved` bytes are over,
+    counted from the end of the head, so less than 0 within it; at `end` all are."""
+
+    def __init__(
+        self, region: Bytes, offsets: Offsets, write_bytes: int, imm: int, head: bytes = b""
+    ) -> None:
+        # One byte of each page, all at once: the cache and page-table misses that every page
+        # starts with overlap here, instead of stopping the kernel's copy once for each page.
+        _ = region[offsets]
+        view = region.data
+        self._head, self._write_bytes, self.imm = memoryview(head), write_bytes, imm
+        self.pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
+        self.moved, self.end = -len(head), len(offsets) * write_bytes
+
+    def rest(self) -> list[memoryview]:
+        """What is left to move, as buffers for one system call."""
+        if self.moved < 0:
+            return [self._head[self.moved :], *self.pages]
+        first, within = divmod(self.moved, self._write_bytes)
+        return [self.pages[first][within:], *self.pages[first + 1 :]]
 
 
 class TcpMedium(Medium):
-    """The memory that peers may write to, nothing of a region that is a source alone. `send` is
-    there for tests that stop it half way."""
+    """The memory that peers may write to, nothing of a region that is a source alone. Tests put
+    another `send` here, to stop it half way."""
 
     name = "tcp"
 
-    def __init__(self, send: Send = socket.socket.sendmsg) -> None:
-        self._send = send
-        self._regions: list[Bytes] = []
+    def __init__(self) -> None:
+        self.send = socket.socket.sendmsg
+        self.regions: list[Bytes] = []
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        self._regions.append(view if memory.writable else view[:0])
+        self.regions.append(view if memory.writable else view[:0])
 
     def link(self, connection: Connection) -> Link:
-        return TcpLink(connection, self._regions, self._send)
+        return TcpLink(connection, self)
 
 
 class TcpLink(Link):
     """One connection's data connection. In the opening stand the key for it (of who is called) and
     the sizes of our regions."""
 
-    def __init__(self, connection: Connection, regions: list[Bytes], send: Send) -> None:
+    def __init__(self, connection: Connection, medium: TcpMedium) -> None:
         super().__init__(connection)
-        key = b"" if self.outgoing else self.control.expect_join(self.peer, self._take)
-        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in regions]))
-        self._reader = FrameReader(regions, connection.arrived)
-        self._send = send
+        key = b"" if self.outgoing else self.control.expect_join(self.peer, self._joined)
+        self.info = msgspec.msgpack.encode((key, [region.nbytes for region in medium.regions]))
+        self._medium, self._regions = medium, medium.regions
         self._data: Wire | None = None
         self._blocked = True  # until there is a connection
-        self._frame: Frame | None = None
+        self._outgoing: tuple[Job, Frame] | None = None
+        self._incoming: Frame | None = None
 
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.outgoing:
             self._data = data = self.control.dial_again(self.peer)
-            data.unsent += framed(encode_opening(Opening(0, {}, key)))
+            data.unsent += framed(encode_opening(Opening({}, key)))
             self._watch(data, blocked=True)
 
     def can_post(self) -> bool:
-        return not self._blocked and (self._frame is not None or bool(self.jobs))
+        return not self._blocked and (self._outgoing is not None or bool(self.jobs))
 
     def post(self) -> None:
         """Send about a frame, or what the kernel takes."""
         budget = FRAME_BYTES
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
-            if self._frame is None:
-                self._frame = outgoing_frame(self.jobs[0])
-                if self.jobs[0].is_posted:
-                    self.end(self.jobs.popleft().ticket)
+            if self._outgoing is None:
+                self._outgoing = self._next_frame()
+            job, frame = self._outgoing
             try:
-                sent = self._send(self._data.socket, self._frame.rest())
+                sent = self._medium.send(self._data.socket, frame.rest())
             except BlockingIOError:
                 sent = 0
             budget -= sent + CALL_BYTES
-            self._frame.moved += sent
-            if self._frame.moved < self._frame.end:
+            frame.moved += sent
+            if frame.moved < frame.end:
                 self._watch(self._data, blocked=True)
             else:
-                self.ended += [WritesDone(ticket=ticket) for ticket in self._frame.ends]
-                self._frame = None
-
-    def end(self, ticket: Ticket) -> None:
-        if self._frame is not None:
-            self._frame.ends.append(ticket)
-        else:
-            super().end(ticket)
+                job.under_way = 0
+                self._outgoing = None
 
     def revoke(self) -> None:
         self.guard(partial(self._receive, LAST_BYTES))
@@ -116,7 +147,16 @@ class TcpLink(Link):
             self.control.waiter.close_socket(self._data.socket)
             self._data = None
 
-    def _take(self, data: Wire) -> None:
+    def _next_frame(self) -> tuple[Job, Frame]:
+        nbytes = self.jobs[0].pages.page_bytes
+        most = max(1, min(MAX_FRAME_WRITES, FRAME_BYTES // nbytes))
+        job, sources, destinations = self.take(most)
+        job.under_way = 1
+        offsets = destinations.astype("<i8").tobytes()
+        head = msgspec.msgpack.encode(Head(job.pages.destination, job.imm, nbytes, offsets))
+        return job, Frame(job.source, sources, nbytes, job.imm, framed(head))
+
+    def _joined(self, data: Wire) -> None:
         self._data = data
         self._watch(data, blocked=False)
         self.control.ready(self.peer)
@@ -142,4 +182,32 @@ class TcpLink(Link):
     def _receive(self, budget: int) -> None:
         with suppress(BlockingIOError):
             while budget > 0 and self._data is not None:
-                budget -= self._reader.receive(self._data) + CALL_BYTES
+                budget -= self._receive_some(self._data) + CALL_BYTES
+
+    def _receive_some(self, data: Wire) -> int:
+        """Take what one system call gives; returns the number of bytes. BlockingIOError if there is
+        nothing, TransferError at the end of the connection."""
+        if (frame := self._incoming) is None:
+            nbytes = data.read(one_frame=True)
+            if taken := data.take(_MAX_HEAD_BYTES):
+                self._take_head(taken[0])
+            return nbytes
+        nbytes = data.socket.recvmsg_into(frame.rest())[0]
+        frame.moved += nbytes
+        if frame.moved == frame.end:
+            self._incoming = None
+            self.arrived(frame.imm, len(frame.pages))
+        return nbytes or data.read()  # which says that this is the end
+
+    def _take_head(self, data: bytes) -> None:
+        """TransferError if it is wrong: nothing is written of this frame, or of what follows."""
+        # There are no regions any more then: what follows may be anything, and would be read as the
+        # next head.
+        regions, self._regions = self._regions, []
+        head = decode(data, Head, "malformed head of a frame")
+        if head.region >= len(regions):
+            raise TransferError(f"a frame for region {head.region} of {len(regions)}")
+        memory, offsets = regions[head.region], np.frombuffer(head.offsets, "<i8")
+        check_offsets("destination", offsets, head.write_bytes, memory.nbytes)
+        self._incoming = Frame(memory, offsets, head.write_bytes, head.imm)
+        self._regions = regions

@@ -46,9 +46,6 @@ class PortAddress:
         """Whether it leads beyond the own link."""
         return not any(self.faults[:2])
 
-    def __str__(self) -> str:
-        return self.text
-
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
@@ -151,7 +148,7 @@ def choose_address(port: Port, wanted: int | None = None) -> PortAddress:
     gids = [gid for gid in port.gids if wanted in (None, gid.index)]
     if not gids:
         entry = "GID" if wanted is None else f"GID {wanted} (empty, or beyond the table)"
-        valid = "; ".join(map(str, port.gids)) or "none, give its interface an address"
+        valid = "; ".join(gid.text for gid in port.gids) or "none, give its interface an address"
         raise ValueError(f"{port} has no {entry}; valid: {valid}")
     return min(gids)
 
@@ -185,7 +182,7 @@ def choose_nics(
             nics[device], why = _share(topology, topology.gpus[device], candidates)
         in_use |= nics[device]
         lines += [
-            f"{device} -> {port.name} port {port.port}, {address}: {why}"
+            f"{device} -> {port.name} port {port.port}, {address.text}: {why}"
             for port, address in nics[device].items()
         ]
     return nics, lines
@@ -238,7 +235,7 @@ def _pick(
 
     most = max(map(merit, nics))
     best = {port: nics[port] for port in nics if wanted or merit(port) == most}
-    worse = sorted(f"{port} at {nics[port]}" for port in nics.keys() - best)
+    worse = sorted(f"{port} at {nics[port].text}" for port in nics.keys() - best)
     return best, [*left_out, *(f"{port}: {next(iter(best))} is better" for port in worse)]
 
 

@@ -37,11 +37,11 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
-from disagg.transfer.interface import Memory, TransferError, WritesDone
+from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
-from disagg.transfer.opening import decode
 from disagg.transfer.verbs_device import Address, End, Nic, base_of
 from disagg.transfer.waiter import READABLE
+from disagg.transfer.wire import decode
 
 MAX_NICS = 64
 #: The first write of a queue pair is as long as the longest packet: does that fit the way?
@@ -127,7 +127,7 @@ class VerbsLink(Link):
 
     def __init__(self, connection: Connection, medium: VerbsMedium) -> None:
         super().__init__(connection)
-        self.connection, self.medium = connection, medium
+        self.medium = medium
         self._lanes: list[_Lane] = []
         self._ready = False
         addresses = [nic.address for nic in medium.nics]
@@ -179,30 +179,23 @@ class VerbsLink(Link):
     def post(self) -> None:
         """One chain on every queue pair that has room, the emptiest first."""
         job = self.jobs[0]
-        source, target = self.medium.regions[job.source_region], self.theirs.regions[job.region]
-        left = len(job.source_offsets) - job.num_posted
-        share = min(self.medium.depths.send_chain, -(-left // len(self._lanes)))
+        source = self.medium.regions[job.pages.source.descriptor]
+        target = self.theirs.regions[job.pages.destination]
+        share = min(self.medium.depths.send_chain, -(-job.num_left // len(self._lanes)))
         for lane in sorted(self._lanes, key=lambda lane: lane.room, reverse=True):
-            some = slice(job.num_posted, job.num_posted + min(share, lane.room))
-            offsets = job.source_offsets[some], job.destination_offsets[some]
-            if not len(offsets[0]):
+            if not job.num_left or not lane.room:
                 break
-            lane.post(source, target, offsets, job.write_bytes, job.imm)
+            _, *offsets = self.take(min(share, lane.room))
+            lane.post(source, target, offsets, job.pages.page_bytes, job.imm)
             lane.chains.append((lane.posted, job))
-            job.num_posted += len(offsets[0])
-        if job.is_posted:
-            self.end(self.jobs.popleft().ticket)
+            job.under_way += 1
 
     # Completions come in.
 
-    def take_ended(self) -> list[WritesDone]:
-        """See `Link`: of jobs that are posted or withdrawn, those that have no chain under way."""
+    def settle(self) -> list[Job]:
         for lane in self._lanes:
             self.guard(partial(self._take, lane))
-        under_way = {job.ticket for lane in self._lanes for _, job in lane.chains}
-        ended = [done for done in self.ended if done.ticket not in under_way]
-        self.ended = [done for done in self.ended if done.ticket in under_way]
-        return ended
+        return super().settle()
 
     def _on_event(self, lane: _Lane, events: int) -> None:
         self.guard(lane.qp.rearm)
@@ -214,7 +207,7 @@ class VerbsLink(Link):
         if (failed := lane.take()) is not None:
             raise TransferError(lane.why(failed))
         while lane.chains and lane.chains[0][0] <= lane.returned:
-            lane.chains.popleft()
+            lane.chains.popleft()[1].under_way -= 1
         lane.replenish()
         if lane.heard and not lane.posted:
             self._probe(lane)
@@ -323,7 +316,7 @@ class _Lane:
             self.heard, imms = True, imms[1:]
         imms, counts = np.unique(imms, return_counts=True)
         for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
-            self._link.connection.arrived(imm, count)
+            self._link.arrived(imm, count)
         return found[failed][0] if failed.any() else None
 
     def why(self, failed: np.void) -> str:
@@ -332,7 +325,7 @@ class _Lane:
         what = "a receive" if failed["wr_id"] == verbs_device.RECEIVE else "the first write"
         jobs = [job for last, job in self.chains if verbs_device.RECEIVE < failed["wr_id"] <= last]
         if jobs:
-            what = f"a write of {jobs[0].write_bytes} bytes with imm {jobs[0].imm}"
+            what = f"a write of {jobs[0].pages.page_bytes} bytes with imm {jobs[0].imm}"
         hint = "" if self.heard and self.returned else _NO_WAY
         return (
             f"{what} failed: {self.qp.explain(int(failed['status']))}; {self.qp},"

@@ -1,17 +1,23 @@
-"""TCP sockets that never block, and frames over them: a u32 length (little endian), then the bytes.
+"""TCP sockets that never block, frames over them, and the first frame each way: the opening.
 
     framed(data) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
 
-The top bit of a length marks a note. What goes wrong is an OSError, or a TransferError that names
-the other side.
+    frame    | length, u32; the top bit marks a note | bytes |            all little endian
+    opening  | magic, 8 bytes | version, u32 | msgpack [{transport: info, ...}, key] |
+             '---- the same in every version ----'       info: the link's own bytes
+
+What goes wrong is an OSError, or a TransferError that names the other side.
 """
 
 import errno
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from disagg.transfer.interface import TransferError
 
@@ -19,12 +25,18 @@ from disagg.transfer.interface import TransferError
 READ_BYTES = 256 << 10
 #: What a peer that does not read may leave with us before it counts as dead.
 MAX_UNSENT_BYTES = 64 << 20
+MAX_OPENING_BYTES = 64 << 10
 
 #: What to do about a connection that does not come up.
 CHECK = "check host and port, and that the node there has said that it listens"
 
 _LENGTH = struct.Struct("<I")
 _NOTE = 1 << 31
+_MAGIC = b"disagg\x00\x01"
+_VERSION = 1
+_PREFIX = _MAGIC + _VERSION.to_bytes(4, "little")
+
+_Kind = TypeVar("_Kind")
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -94,8 +106,7 @@ class Wire:
             # TCP lets a socket meet itself when the port it dials is also its own.
             code = errno.ECONNREFUSED
         if code:
-            reason = os.strerror(code)
-            raise TransferError(f"cannot connect to {self.address}: {reason}; {CHECK}")
+            raise TransferError(f"cannot connect to {self.address}: {os.strerror(code)}; {CHECK}")
         self.connected = True
 
     def flush(self) -> None:
@@ -143,3 +154,44 @@ class Wire:
         frame = bytes(self.received[_LENGTH.size : end])
         del self.received[:end]
         return frame, head != length
+
+
+class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """`offers`: by transport, opaque (addresses, tokens). With a `key`, the connection joins
+    another one, and offers nothing.
+
+    Who is called takes the first transport of its own list that fits, and offers that one alone.
+    """
+
+    offers: dict[str, bytes]
+    key: bytes = b""
+
+
+def encode_opening(opening: Opening) -> bytes:
+    """The frame, without its length."""
+    return _PREFIX + msgspec.msgpack.encode(opening)
+
+
+def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
+    """A peer's opening with a key, or that offers one of `transports`. TransferError says what is
+    wrong."""
+    if not frame.startswith(_MAGIC):
+        raise TransferError("no opening of a disagg node; check host and port")
+    version = int.from_bytes(frame[len(_MAGIC) : len(_PREFIX)], "little")
+    if version != _VERSION:
+        raise TransferError(f"control version {version}, ours is {_VERSION}; run the same on both")
+    opening = decode(frame[len(_PREFIX) :], Opening, "a malformed opening")
+    if not opening.key and not opening.offers.keys() & set(transports):
+        theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
+        raise TransferError(
+            f"an opening for transport {theirs}, ours is {ours}; give both the same --transport"
+        )
+    return opening
+
+
+def decode(data: bytes, kind: type[_Kind], what: str) -> _Kind:
+    """A peer's msgpack. TransferError says `what` is wrong with it."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise TransferError(f"{what}: {error}") from error

@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.shm import ShmMedium
+from disagg.transfer.shm import copy_pages
+from tests.engines import shm_medium
 from tests.nodes import HeldNode, ask, node_config
 from tests.tiny_models import make_tiny_llama
 
@@ -56,7 +56,7 @@ class PacedNode(HeldNode):
         super().__init__(
             config,
             before_layer=self.pace,
-            make_transfer=lambda: QueuedEngine([ShmMedium(self.copy)]),
+            make_transfer=lambda: QueuedEngine([shm_medium(self.copy)]),
         )
 
     def pace(self, layer):

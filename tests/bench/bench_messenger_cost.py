@@ -33,9 +33,9 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
-from disagg.transfer.page_copy import copy_pages
 from disagg.transfer.queued_engine import QueuedEngine
-from disagg.transfer.shm import ShmMedium
+from disagg.transfer.shm import copy_pages
+from tests.engines import shm_medium
 
 MODES = ("alone", "looks", "sends")
 
@@ -131,7 +131,7 @@ class BenchNode(Node):
         super().__init__(config)
 
     def _build_transfer(self):
-        return QueuedEngine([ShmMedium(self.meters.copy)])
+        return QueuedEngine([shm_medium(self.meters.copy)])
 
     def _build_engine(self):
         engine = super()._build_engine()

@@ -44,7 +44,7 @@ def owner_main(name, pipe, nbytes):
             region = engine.register(own)
             pipe.send(engine.listen("127.0.0.1", 0))
             peer = poll_until(engine, MessageReceived)[0].peer
-            engine.send(peer, region.descriptor)
+            engine.send(peer, b"%d" % region.descriptor)
             while order := pipe.recv():
                 pipe.send(measure(engine, peer, memory, *order))
             return
@@ -81,7 +81,7 @@ def run_disagg(name, address, memory, rng):
         region = engine.register(own)
         peer = engine.connect(*address)
         engine.send(peer, b"hello")
-        descriptor = poll_until(engine, MessageReceived)[0].data
+        descriptor = int(poll_until(engine, MessageReceived)[0].data)
         while True:
             order = poll_until(engine, MessageReceived)[0].data
             page_bytes, imm = map(int, order.split())

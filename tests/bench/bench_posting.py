@@ -17,6 +17,7 @@ import numpy as np
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, WritesDone
+from tests.engines import write_pages
 
 
 class Clock:
@@ -72,8 +73,9 @@ class Pair:
         reader.expect(self.to_writer, self.imm, num_pages)
         clocks = post, move, count = Clock(), Clock(), Clock()
         post(
-            writer.write_pages,
-            *(self.to_reader, self.source, self.target.descriptor, page_bytes, *orders, self.imm),
+            write_pages,
+            *(writer, self.to_reader, self.source, self.target.descriptor),
+            *(page_bytes, *orders, self.imm),
         )
         poll_both(self.engines, {WritesDone, ImmReached}, [move, count])
         if not target.bytes[: num_pages * page_bytes].all():

@@ -29,9 +29,9 @@ class TakesAll:
     def __init__(self):
         self.num_tickets = self.num_writes = 0
 
-    def write_pages(self, peer, src, dst, page_bytes, src_offsets, dst_offsets, imm):
+    def write_pages(self, peer, pages, imm):
         self.num_tickets += 1
-        self.num_writes += len(src_offsets)
+        self.num_writes += len(pages.source_offsets)
         return self.num_tickets
 
 
@@ -78,8 +78,8 @@ def writer_of(given, layouts, plan, pages):
         num_pages=there.num_pages,
         num_tail_slots=1,
         tp=given.decode_tp,
-        kv_regions=(b"",) * given.decode_tp,
-        tail_region=b"",
+        kv_regions=(0,) * given.decode_tp,
+        tail_region=0,
     )
     num_tokens = given.pages * given.page_size
     request = PrefillRequest(

@@ -17,6 +17,7 @@ import numpy as np
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
+from tests.engines import write_pages
 
 #: A layer's share of a transfer: tickets of this many bytes are posted at once.
 TICKET_BYTES = 8 << 20
@@ -48,7 +49,7 @@ def writer_main(address, nbytes):
         region = engine.register(Memory(address=memory.address, nbytes=nbytes, fd=memory.fd))
         peer = engine.connect(*address)
         engine.send(peer, b"hello")
-        descriptor = poll_until(engine, MessageReceived)[0].data
+        descriptor = int(poll_until(engine, MessageReceived)[0].data)
         while order := poll_until(engine, MessageReceived)[0].data:
             if order == b"end":
                 return
@@ -66,7 +67,7 @@ def write_scattered(engine, peer, region, descriptor, page_bytes, imm, rng):
     engine.send(peer, b"ready")
     poll_until(engine, MessageReceived)
     for source, destination in zip(sources, destinations, strict=True):
-        engine.write_pages(peer, region, descriptor, page_bytes, source, destination, imm)
+        write_pages(engine, peer, region, descriptor, page_bytes, source, destination, imm)
 
 
 def measure(engine, peer, memory, page_bytes, imm):
@@ -109,7 +110,7 @@ def main():
         writer = context.Process(target=writer_main, args=(address, nbytes), daemon=True)
         writer.start()
         peer = poll_until(engine, MessageReceived)[0].peer
-        engine.send(peer, region.descriptor)
+        engine.send(peer, b"%d" % region.descriptor)
         print(f"shm, {options.mib} MiB, random page order, median of {options.repeats}")
         print(f"{'page':>8} {'GB/s':>6} {'memcpy':>7} {'ratio':>6}")
         imm = 0

@@ -34,7 +34,7 @@ def writer_main(address, plain_address, nbytes):
         region = engine.register(Memory(address=memory.address, nbytes=nbytes))
         peer = engine.connect(*address)
         engine.send(peer, b"hello")
-        descriptor = poll_until(engine, MessageReceived)[0].data
+        descriptor = int(poll_until(engine, MessageReceived)[0].data)
         while (order := poll_until(engine, MessageReceived)[0].data) != b"end":
             if order == b"plain":
                 plain.sendall(memory.bytes)
@@ -73,7 +73,7 @@ def main():
         writer.start()
         plain, _ = server.accept()
         peer = poll_until(engine, MessageReceived)[0].peer
-        engine.send(peer, region.descriptor)
+        engine.send(peer, b"%d" % region.descriptor)
         print(f"tcp over loopback, {options.mib} MiB, random page order, {options.repeats} repeats")
         print(f"{'page':>8} {'GB/s':>6} {'plain':>6} {'ratio':>6}")
         imm = 0

@@ -19,6 +19,7 @@ from disagg.transfer.interface import ImmReached, Memory, MessageReceived, Write
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
+from tests.engines import write_pages
 from tests.fake_verbs import Fabric
 
 PAGE_BYTES = 4096
@@ -55,8 +56,8 @@ class Pair:
             self.writer.poll(0)
             events = [e for e in self.reader.poll(0) if isinstance(e, MessageReceived)]
         self.back = events[0].peer
-        (self.sends,) = self.writer._peers[self.there].link._lanes
-        (self.receives,) = self.reader._peers[self.back].link._lanes
+        (self.sends,) = self.writer._link(self.there)._lanes
+        (self.receives,) = self.reader._link(self.back)._lanes
         self.sends.qp.post_sends = lambda requests: None
         self.receives.qp.post_receives = lambda: None
         self.imm = 0
@@ -67,8 +68,8 @@ class Pair:
         order = np.random.default_rng(1).permutation(num_writes) * PAGE_BYTES
         self.reader.expect(self.back, self.imm, num_writes)
         arguments = self.target.descriptor, PAGE_BYTES, order, order, self.imm
-        self.writer.write_pages(self.there, self.source, *arguments)
-        link = self.writer._peers[self.there].link
+        write_pages(self.writer, self.there, self.source, *arguments)
+        link = self.writer._link(self.there)
         lane = self.sends
         start = time.perf_counter_ns()
         for first in range(0, num_writes, 512):

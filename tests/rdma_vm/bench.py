@@ -26,6 +26,7 @@ from disagg.transfer.interface import ImmReached, Memory, MessageReceived, Write
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
+from tests.engines import write_pages
 
 REGION_BYTES = 16 << 20
 #: Tickets that are open at once: the next one is queued before the last is done.
@@ -100,7 +101,8 @@ class Ours:
         start, queued, done = time.perf_counter(), 0, 0
         while done < tickets:
             while queued < min(tickets, done + OPEN_TICKETS):
-                self.writer.engine.write_pages(
+                write_pages(
+                    self.writer.engine,
                     self.peer,
                     self.writer.region,
                     self.target,

@@ -31,7 +31,7 @@ import pytest
 
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
-from tests.engines import RDMA_DEVICES, verbs_maker
+from tests.engines import RDMA_DEVICES, link_of, verbs_maker, write_pages
 from tests.rdma_vm.patient import FOR_EVER
 from tests.test_transfer_conformance import KIB, MIB, World, noise
 
@@ -126,12 +126,19 @@ class Pair:
     @property
     def link(self):
         """The writer's. It holds what the owner granted, to be forged."""
-        return self.writer.engine._peers[self.there].link
+        return link_of(self.writer, self.there)
 
     def write(self, sources, targets, imm):
         target = self.owner.region.descriptor
-        self.writer.engine.write_pages(
-            self.there, self.writer.region, target, PAGE_BYTES, sources, targets, imm
+        write_pages(
+            self.writer.engine,
+            self.there,
+            self.writer.region,
+            target,
+            PAGE_BYTES,
+            sources,
+            targets,
+            imm,
         )
 
     def must_end(self, *causes):
@@ -257,7 +264,7 @@ def write_until_lost(world, writer, address, target):
     while not is_over():
         if len(writer.engine._open) < 2:
             imm = int(told()[0])
-            writer.engine.write_pages(peer, writer.region, target, PAGE_BYTES, PAGES, PAGES, imm)
+            write_pages(writer.engine, peer, writer.region, target, PAGE_BYTES, PAGES, PAGES, imm)
         writer.poll(0.001)
 
 
