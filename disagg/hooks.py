@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from disagg.request import SamplingParams, TransferStats
+
 
 class NextStep(enum.StrEnum):
     """What the engine does with a request whose remote prefill failed."""
@@ -47,25 +49,29 @@ class FetchKV:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillChunk:
-    """Positions `[first_token, first_token + num_tokens)` of a job, computed in one step.
+class Span:
+    """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
 
-    `page_indices` lists all source pages of the job. The last chunk, which ends at position N-2,
-    has a `tail_slot`, which its step fills too; it is None in all other chunks.
+    `number` is the request's or, of a prefill job, the job's. `page_indices` holds every token up
+    to the span's last. `sampling` is set if the step samples a token after the last, which is
+    output token number `output_index` of its request (from 0). The last span of a job, which ends
+    at position N-2, has a `tail_slot`, where the step copies the last hidden state.
     """
 
-    job: int
+    number: int
     first_token: int
-    num_tokens: int
+    token_ids: tuple[int, ...]
     page_indices: tuple[int, ...]
-    tail_slot: int | None
+    sampling: SamplingParams | None = None
+    tail_slot: int | None = None
+    output_index: int = 0
 
 
 class PrefillHooks(Protocol):
     """What a prefiller's engine calls; returns at once."""
 
-    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
-        """A step is about to run that starts at layer counter `base`. Called before it runs."""
+    def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
+        """A step is about to run that starts at layer counter `base`, with these spans of jobs."""
 
 
 class DecodeHooks(Protocol):
@@ -79,29 +85,6 @@ class DecodeHooks(Protocol):
 
         What the messenger had posted for it before (`KVReady`, `KVFailed`) crosses this call.
         """
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferStats:
-    """What moved for a request: the attempt that succeeded, after `retries` that did not.
-
-    `prefiller` is HOST:PORT, `transport` how the writes came. In seconds, until this decoder's
-    messenger had counted the last write: `exposed` since the prefiller's forward pass of the last
-    chunk ended, when nothing but the transfer was left to do; `span` since the first write was
-    posted there. So `1 - exposed / span` of the transfer went on behind computing.
-
-    Both start on the prefiller's clock. The difference of the clocks is the smallest (received -
-    sent) of its heartbeats, so both are too short by the travel of the fastest one (on one host
-    some 50 us, more if the reader was late), and never below 0. None: no heartbeat has come yet.
-    """
-
-    prefiller: str
-    transport: str
-    writes: int
-    bytes: int
-    retries: int
-    exposed: float | None = None
-    span: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,6 @@ from typing import Annotated, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
-from disagg.hooks import TransferStats
-
 MAX_LOGPROBS = 20
 
 
@@ -81,6 +79,29 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferStats:
+    """What moved for a request: the attempt that succeeded, after `retries` that did not.
+
+    `prefiller` is HOST:PORT, `transport` how the writes came. In seconds, until this decoder's
+    messenger had counted the last write: `exposed` since the prefiller's forward pass of the last
+    chunk ended, when nothing but the transfer was left to do; `span` since the first write was
+    posted there. So `1 - exposed / span` of the transfer went on behind computing.
+
+    Both start on the prefiller's clock. The difference of the clocks is the smallest (received -
+    sent) of its heartbeats, so both are too short by the travel of the fastest one (on one host
+    some 50 us, more if the reader was late), and never below 0. None: no heartbeat has come yet.
+    """
+
+    prefiller: str
+    transport: str
+    writes: int
+    bytes: int
+    retries: int
+    exposed: float | None = None
+    span: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

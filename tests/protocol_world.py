@@ -28,11 +28,10 @@ from disagg.hooks import (
     KVReleased,
     KVStuck,
     NextStep,
-    PrefillChunk,
     ReleasePrefill,
+    Span,
     StartPrefill,
     StopPrefill,
-    TransferStats,
 )
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
 from disagg.messenger.decoder import DecoderMessenger
@@ -42,6 +41,7 @@ from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Prefillers
 from disagg.messenger.sharding import page_of
+from disagg.request import TransferStats
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Memory
 from tests.adversarial import Connection, FakeTransfer, Network, Write
@@ -237,7 +237,7 @@ class PrefillNode:
         self.inbox: list[EngineEvent] = []
         self.jobs: dict[int, Job] = {}
         self.counter = self.rng.randrange(50)
-        self.chunks: list[PrefillChunk] | None = None
+        self.chunks: list[Span] | None = None
         self.layer = 0
         self.stuck = False
         self.refuses = False
@@ -316,11 +316,11 @@ class PrefillNode:
                 if job.slot is None:
                     continue
             chunks.append(
-                PrefillChunk(
-                    job=number,
+                Span(
+                    number=number,
                     first_token=job.done,
-                    num_tokens=size,
-                    page_indices=job.pages,
+                    token_ids=job.tokens[job.done : job.done + size],
+                    page_indices=job.pages[: pages_for(job.done + size, PAGE_SIZE)],
                     tail_slot=job.slot if is_last else None,
                 )
             )
@@ -331,9 +331,9 @@ class PrefillNode:
     def compute_layer(self) -> None:
         assert self.chunks is not None
         for chunk in self.chunks:
-            tokens = self.jobs[chunk.job].tokens
+            tokens = self.jobs[chunk.number].tokens
             if self.layer < NUM_LAYERS:
-                for position in range(chunk.first_token, chunk.first_token + chunk.num_tokens):
+                for position in range(chunk.first_token, chunk.first_token + len(chunk.token_ids)):
                     page = chunk.page_indices[position // PAGE_SIZE]
                     self.storage.fill(tokens, self.layer, position, page)
             elif chunk.tail_slot is not None:

@@ -28,11 +28,17 @@ from disagg.hooks import (
     ReleasePrefill,
     StartPrefill,
     StopPrefill,
-    TransferStats,
 )
 from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
-from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from disagg.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TransferStats,
+)
 from tests.balance import engine_balance
 from tests.fake_model import (
     fake_config,
@@ -155,12 +161,12 @@ class Messenger:
         """Copy what the prefiller has finished, as raw bytes."""
         for chunk in self.finished_jobs:
             self.copy(chunk)
-            self.decoder.engine.post(KVReady(attempt=chunk.job))
-            self.prefiller.engine.post(ReleasePrefill(job=chunk.job))
+            self.decoder.engine.post(KVReady(attempt=chunk.number))
+            self.prefiller.engine.post(ReleasePrefill(job=chunk.number))
         self.finished_jobs = []
 
     def copy(self, chunk) -> None:
-        fetch = self.fetches[chunk.job]
+        fetch = self.fetches[chunk.number]
         source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
         for ours, theirs in zip(source.layers, target.layers, strict=True):
             theirs[list(fetch.page_indices)] = ours[list(chunk.page_indices)]
@@ -323,15 +329,16 @@ def test_chunks_are_announced_before_the_step_with_the_counter_at_its_start():
     chunks = [chunk for _, (chunk,) in messenger.steps]
     assert [base for base, _ in messenger.steps] == [3, 6, 9]
     assert calls[:6] == [1, 1, 2, 2, 3, 3], "a step ran before it was announced"
-    assert [(c.job, c.first_token, c.num_tokens) for c in chunks] == [
+    assert [(c.number, c.first_token, len(c.token_ids)) for c in chunks] == [
         (7, 0, 3),
         (7, 3, 3),
         (7, 6, 2),
     ]
     assert [c.tail_slot is not None for c in chunks] == [False, False, True]
     assert [c.tail_slot is None for c in chunks] == [True, True, False]
-    assert {c.page_indices for c in chunks} == {chunks[0].page_indices}
-    assert len(chunks[0].page_indices) == 2
+    pages = chunks[-1].page_indices
+    assert [c.page_indices for c in chunks] == [pages[:1], pages[:2], pages]
+    assert len(pages) == 2
 
 
 def test_a_jobs_pages_stay_until_it_is_released():
@@ -340,11 +347,11 @@ def test_a_jobs_pages_stay_until_it_is_released():
     replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(13)))
     replica.engine.post(StartPrefill(job=2, token_ids=prompt_of(9)))
     replica.run()
-    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1]
+    assert [c.number for _, chunks in messenger.steps for c in chunks] == [1]
     assert engine_balance(replica.engine).free_pages == 1
     replica.engine.post(ReleasePrefill(job=1))
     replica.run()
-    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1, 2]
+    assert [c.number for _, chunks in messenger.steps for c in chunks] == [1, 2]
     replica.engine.post(ReleasePrefill(job=2))
     replica.engine.post(ReleasePrefill(job=2))
     replica.engine.post(StopPrefill(job=2))
@@ -672,9 +679,9 @@ def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions,
             decoder.engine.post(KVReleased(attempt=attempt))
             released.add(attempt)
         elif action == "hand over":
-            done = [chunk for chunk in messenger.finished_jobs if chunk.job in live()]
+            done = [chunk for chunk in messenger.finished_jobs if chunk.number in live()]
             messenger.finished_jobs = done
-            handed_over.update(chunk.job for chunk in done)
+            handed_over.update(chunk.number for chunk in done)
             messenger.hand_over()
         elif action == "prefill":
             prefiller.step()

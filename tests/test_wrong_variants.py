@@ -306,8 +306,8 @@ VARIANTS = (
     Variant(
         "a page goes with the chunk that fills it",
         "layer_writer",
-        "end = (chunk.first_token + chunk.num_tokens) // layout.page_size",
-        "end = -(-(chunk.first_token + chunk.num_tokens) // layout.page_size)",
+        "end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size",
+        "end = -(-(chunk.first_token + len(chunk.token_ids)) // layout.page_size)",
         "without_faults",
     ),
     Variant(

@@ -26,8 +26,9 @@ from disagg.engine.attempts import Attempts
 from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
-from disagg.engine.scheduler import Scheduler, Span, Step
+from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import OnOutput, Sequence
+from disagg.hooks import Span
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
 
@@ -189,7 +190,7 @@ class Engine:
             sequence.stopwatch.reach("started", now)
         # Read, not calculated: steps that others ran (a warm-up) have counted, too.
         base = self._runner.counter.read()
-        chunks = _chunks(step)
+        chunks = [span for sequence, span in step if sequence.is_job]
         if chunks:
             assert self._prefill_hooks is not None, "prefill jobs come from a messenger"
             self._prefill_hooks.on_step_scheduled(base, chunks)
@@ -274,18 +275,3 @@ class Engine:
             sequences = list(self._open.values())
         for sequence in sequences:
             self._deliver(sequence, FinishReason.ERROR, error=why)
-
-
-def _chunks(step: Step) -> list[hooks.PrefillChunk]:
-    """The prefill chunks of a step, as the messenger is told of them."""
-    return [
-        hooks.PrefillChunk(
-            job=sequence.number,
-            first_token=span.first_token,
-            num_tokens=len(span.token_ids),
-            page_indices=sequence.page_indices,
-            tail_slot=span.tail_slot,
-        )
-        for sequence, span in step
-        if sequence.is_job
-    ]

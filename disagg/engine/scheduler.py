@@ -20,32 +20,15 @@ comes back when its writes have ended. Jobs that wait for a slot get it in order
 import bisect
 import itertools
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
 from disagg.engine.page_allocator import PageAllocator
 from disagg.engine.sequence import Sequence
+from disagg.hooks import Span
 from disagg.kv_layout import pages_for
-from disagg.request import Request, SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
-
-    `page_indices` holds every token up to the span's last. `sampling` is set if the step samples
-    a token after the last, which is output token number `output_index` of its request (from 0);
-    `tail_slot` if it copies the last hidden state there.
-    """
-
-    first_token: int
-    token_ids: tuple[int, ...]
-    page_indices: tuple[int, ...]
-    sampling: SamplingParams | None
-    tail_slot: int | None
-    output_index: int = 0
-
+from disagg.request import Request
 
 #: What the next step computes: each sequence at most once.
 Step = list[tuple[Sequence, Span]]
@@ -187,6 +170,7 @@ class Scheduler:
             return None
         end = sequence.num_computed + count
         return Span(
+            number=sequence.number,
             first_token=sequence.num_computed,
             token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
             page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],

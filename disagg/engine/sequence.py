@@ -18,8 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.engine.stopwatch import Stopwatch
-from disagg.hooks import TransferStats
-from disagg.request import FinishReason, Output, SamplingParams
+from disagg.request import FinishReason, Output, SamplingParams, TransferStats
 
 #: Gets a request's output as it comes, `finish_reason` in the last. Called by the engine thread;
 #: must return at once and not raise.

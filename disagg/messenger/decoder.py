@@ -34,7 +34,6 @@ from disagg.hooks import (
     KVReleased,
     KVStuck,
     NextStep,
-    TransferStats,
 )
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
@@ -42,6 +41,7 @@ from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
 from disagg.messenger.sharding import expected_count
+from disagg.request import TransferStats
 from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
 
 logger = logging.getLogger(__name__)

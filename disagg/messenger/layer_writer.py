@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
+from disagg.hooks import ReleasePrefill, Span, StopPrefill
 from disagg.kv_layout import KVLayout, Offsets, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest, PrefillStopped, encode
 from disagg.messenger.messenger import Wiring
@@ -70,7 +70,7 @@ class Step:
     """A step the engine announced; layers below `next_layer` are posted."""
 
     base: int
-    chunks: Sequence[PrefillChunk]
+    chunks: Sequence[Span]
     pace: Pace
     next_layer: int = 0
 
@@ -104,7 +104,7 @@ class LayerWriter:
         self._trace.begin("prefills", attempt.job, f"{num_tokens} tokens", job=attempt.job)
         attempt.link.attempts[attempt.request.attempt_id] = attempt
 
-    def add_step(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+    def add_step(self, base: int, chunks: Sequence[Span]) -> None:
         """A step is about to run; from the engine's thread, in the order of the bases."""
         self._steps.append(Step(base=base, chunks=chunks, pace=Pace(base, self._clock())))
 
@@ -129,8 +129,8 @@ class LayerWriter:
             self._steps.popleft()
         self.pause = math.inf
 
-    def _post_chunk(self, chunk: PrefillChunk, layer: int) -> None:
-        attempt = self._jobs.get(chunk.job)
+    def _post_chunk(self, chunk: Span, layer: int) -> None:
+        attempt = self._jobs.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
         try:
@@ -143,10 +143,10 @@ class LayerWriter:
             logger.warning("attempt %#x failed: %s", attempt.request.attempt_id, error)
             self.stop(attempt, str(error))
 
-    def _post_layer(self, attempt: Attempt, chunk: PrefillChunk, layer: int) -> None:
+    def _post_layer(self, attempt: Attempt, chunk: Span, layer: int) -> None:
         layout, link, request = self._memory.layout, attempt.link, attempt.request
         first = chunk.first_token // layout.page_size
-        end = (chunk.first_token + chunk.num_tokens) // layout.page_size
+        end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
         if chunk.tail_slot is not None:
             end = len(request.page_indices)
         if first >= end:

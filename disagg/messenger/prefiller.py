@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from disagg.hooks import PrefillChunk, StartPrefill
+from disagg.hooks import Span, StartPrefill
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_probe, check_request, refusal
@@ -43,7 +43,7 @@ class PrefillerMessenger(Messenger):
 
     # --- From the engine, any thread ---
 
-    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+    def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
         self._writer.add_step(base, chunks)
         self._transfer.wake()
