@@ -5,13 +5,13 @@ Neither imports the other. The engine calls `PrefillHooks` or `DecodeHooks`; the
 together.
 
     decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
-               engine <--KVReady | KVFailed, KVStuck, KVReleased-- messenger
-    prefiller  engine <--StartPrefill, StopPrefill, ReleasePrefill-- messenger
+               engine <--KVFailed, KVStuck, at last KVEnded-- messenger
+    prefiller  engine <--StartPrefill, ReleasePrefill-------- messenger
                engine --on_step_scheduled(base, chunks)--> messenger
 
 Only the engine touches the page allocator. Pages named in an `on_fetch` belong to that attempt
-until the messenger says `KVReady` (now the request's) or `KVReleased` (free); pages of a prefill
-job belong to the job until `ReleasePrefill`.
+until the messenger says `KVEnded`, once for each attempt and after all else about it; pages of a
+prefill job belong to the job until `ReleasePrefill`.
 """
 
 import enum
@@ -81,23 +81,15 @@ class DecodeHooks(Protocol):
         """Pages and a tail slot are pinned for a prompt; have it prefilled elsewhere."""
 
     def on_cancel(self, attempt: int) -> None:
-        """Nobody wants this attempt's KV any more: answer `KVReleased` when nothing can land in it.
+        """Nobody wants this attempt's KV any more: let it end soon.
 
-        What the messenger had posted for it before (`KVReady`, `KVFailed`) crosses this call.
+        What the messenger had posted for it before, its end included, crosses this call.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVReady:
-    """Every write of the attempt has landed and its tail carries its id: decode may start."""
-
-    attempt: int
-    transfer: TransferStats | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class KVFailed:
-    """The attempt will not complete. Its pages and slot stay its own until `KVReleased`."""
+    """The attempt will not complete. Its pages and slot stay its own until `KVEnded`."""
 
     attempt: int
     why: str
@@ -107,16 +99,21 @@ class KVFailed:
 @dataclass(frozen=True, kw_only=True)
 class KVStuck:
     """A lost prefiller hangs inside a copy into what this failed or cancelled attempt owns; nobody
-    knows how long. `KVReleased` still follows, if that process ever goes on or ends."""
+    knows how long. `KVEnded` still follows, if that process ever goes on or ends."""
 
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVReleased:
-    """Nothing can land in the pages and the tail slot of a failed or cancelled attempt any more."""
+class KVEnded:
+    """Nothing can land in the pages and the tail slot of the attempt any more.
+
+    With `transfer` every write has landed and the tail carries the attempt's id: if the request
+    still waits, decode may start. Without, the attempt has failed or was cancelled.
+    """
 
     attempt: int
+    transfer: TransferStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +125,10 @@ class StartPrefill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopPrefill:
-    """Schedule no further chunk of the job; keep its pages and slot."""
-
-    job: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReleasePrefill:
-    """No write reads the job's pages or its tail slot any more: free them (and drop the job)."""
+    """No write reads the job's pages or its tail slot any more, and none will: drop the job."""
 
     job: int
 
 
-EngineEvent = (
-    KVReady | KVFailed | KVStuck | KVReleased | StartPrefill | StopPrefill | ReleasePrefill
-)
+EngineEvent = KVFailed | KVStuck | KVEnded | StartPrefill | ReleasePrefill

@@ -110,7 +110,7 @@ class Timings:
 
     queue              from `submit` until its prefill begins: it is asked of a prefiller, or a step
                        with the first part of its prompt starts here
-    prefill            from there until the engine has the KV of positions 0..N-2: `KVReady` is
+    prefill            from there until the engine has the KV of positions 0..N-2: `KVEnded` is
                        taken in, or the step ends that computed the last prompt token here. Failed
                        attempts, the prefiller's own queue and the transfer are part of it
     transfer           the end of the prefill that only waits for the transfer: from the end of the

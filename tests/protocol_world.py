@@ -23,15 +23,13 @@ from disagg.config import MessengerConfig
 from disagg.hooks import (
     EngineEvent,
     FetchKV,
+    KVEnded,
     KVFailed,
-    KVReady,
-    KVReleased,
     KVStuck,
     NextStep,
     ReleasePrefill,
     Span,
     StartPrefill,
-    StopPrefill,
 )
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
 from disagg.messenger.decoder import DecoderMessenger
@@ -216,7 +214,6 @@ class Job:
     pages: tuple[int, ...] = ()
     slot: int | None = None
     done: int = 0
-    stopped: bool = False
 
 
 class PrefillNode:
@@ -291,8 +288,6 @@ class PrefillNode:
             match event:
                 case StartPrefill():
                     self.jobs[event.job] = Job(tokens=event.token_ids)
-                case StopPrefill():
-                    self.jobs[event.job].stopped = True
                 case ReleasePrefill():
                     del self.jobs[event.job]
                     self.storage.free(event.job)
@@ -302,7 +297,7 @@ class PrefillNode:
         chunks = []
         for number, job in self.jobs.items():
             last = len(job.tokens) - 1
-            if job.stopped or job.done == last or self.rng.random() < 0.3:
+            if job.done == last or self.rng.random() < 0.3:
                 continue
             if not job.pages:
                 taken = self.storage.take(number, pages_for(last, PAGE_SIZE), self.rng)
@@ -378,7 +373,7 @@ class DecodeNode:
         self.inbox: list[EngineEvent] = []
         self.waiting: list[Client] = []
         self.fetching: dict[int, tuple[Client, FetchKV]] = {}
-        self.abandoned: dict[int, str] = {}  # attempts that await KVReleased, and why
+        self.abandoned: dict[int, str] = {}  # attempts that await KVEnded, and why
         self.decoding: list[int] = []
         self.next_attempt = 1
         memory = self.storage.memory
@@ -407,7 +402,7 @@ class DecodeNode:
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
         self.inbox.append(event)
-        if isinstance(event, KVReady):
+        if isinstance(event, KVEnded) and event.transfer is not None:
             self.world.moved.append((event.transfer, self.world.now))
 
     def step(self) -> None:
@@ -442,16 +437,6 @@ class DecodeNode:
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
-            case KVReady():
-                assert event.attempt not in self.abandoned or self.abandoned[event.attempt] == (
-                    "cancelled"
-                ), f"KVReady for attempt {event.attempt}, which failed"
-                if event.attempt in self.abandoned:
-                    return  # it crossed the cancel; KVReleased follows
-                client, fetch = self.fetching.pop(event.attempt)
-                self.check_kv(fetch, event.transfer)
-                self.decoding.append(event.attempt)
-                client.ended = "ready"
             case KVFailed():
                 if event.attempt in self.abandoned:
                     assert self.abandoned[event.attempt] == "cancelled", f"{event} said twice"
@@ -467,11 +452,16 @@ class DecodeNode:
             case KVStuck():
                 assert event.attempt in self.abandoned, f"{event} of an attempt not given up"
                 self.world.stuck.append(event.attempt)
-            case KVReleased():
-                assert event.attempt not in self.fetching, f"{event} of an attempt not given up"
-                # Unknown: a failed attempt's cancel crossed its end and was answered once more.
-                if self.abandoned.pop(event.attempt, None) is not None:
-                    self.storage.free(event.attempt)
+            case KVEnded() if event.attempt in self.abandoned:
+                why = self.abandoned.pop(event.attempt)
+                assert event.transfer is None or why == "cancelled", f"{event}, which failed"
+                self.storage.free(event.attempt)
+            case KVEnded():
+                client, fetch = self.fetching.pop(event.attempt)
+                assert event.transfer is not None, f"{event} of an attempt not given up"
+                self.check_kv(fetch, event.transfer)
+                self.decoding.append(event.attempt)
+                client.ended = "ready"
 
     def cancel(self, client: Client) -> None:
         if client.ended is not None:

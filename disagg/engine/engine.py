@@ -146,11 +146,6 @@ class Engine:
 
     def _handle(self, event: hooks.EngineEvent) -> None:
         match event:
-            case hooks.KVReady():
-                ready = self._attempts.on_ready(event.attempt)
-                if ready is not None:
-                    ready.transfer = event.transfer
-                    ready.stopwatch.reach("prefilled", self._clock())
             case hooks.KVFailed():
                 failed = self._attempts.part(event.attempt)
                 if failed is not None and event.then is hooks.NextStep.FAIL:
@@ -162,16 +157,15 @@ class Engine:
                         self._open[again.number] = again
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)
-            case hooks.KVReleased():
-                self._attempts.on_released(event.attempt)
-            case hooks.StopPrefill():
-                # One that has computed everything is held already, one released before is gone.
-                if (job := self._jobs.get(event.job)) is not None:
-                    self._scheduler.hold(job)
+            case hooks.KVEnded():
+                ready = self._attempts.end(event.attempt)
+                if ready is not None:
+                    assert event.transfer is not None, f"{event}, but it is still waited for"
+                    ready.transfer = event.transfer
+                    ready.stopwatch.reach("prefilled", self._clock())
             case hooks.ReleasePrefill():
                 # We are between two steps: the last one that named these pages has ended.
-                if (job := self._jobs.pop(event.job, None)) is not None:
-                    self._scheduler.release(job)
+                self._scheduler.release(self._jobs.pop(event.job))
 
     def _run_step(self) -> bool:
         now = self._clock()
@@ -218,8 +212,6 @@ class Engine:
         """Book what a step computed of one sequence, and the token sampled after it."""
         sequence.num_computed += len(span.token_ids)
         if sequence.is_job:
-            if sequence.num_pending == 0:
-                self._scheduler.hold(sequence)
             return
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)

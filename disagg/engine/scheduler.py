@@ -3,9 +3,8 @@
 Continuous batching with chunked prefill: every step takes one token of each decoding sequence
 first, then fills the rest of `max_batch_tokens` with chunks of prompts, in order of arrival.
 
-    waiting --admit()--> fetching --ready()--> running --hold()--> held     (held: in no list)
-       |  \\-----------------------------------> |  ^
-       '------------------ release() ----------' +--'  schedule() picks from `running`
+    waiting --admit()--> fetching --ready()--> running --release()--> finished
+          '--------------------------------------^  schedule() picks from `running`
 
 Admission is first come, first served, and reserves all the pages a sequence can ever need. So a
 running sequence never lacks a page: nothing is preempted and nothing deadlocks. The head of the
@@ -142,15 +141,11 @@ class Scheduler:
                 budget -= len(span.token_ids)
         return step
 
-    def hold(self, sequence: Sequence) -> None:
-        """Schedule a sequence no more, but keep what it owns: somebody may still read it."""
+    def release(self, sequence: Sequence) -> None:
+        """End a sequence and free what it owns. No step that names its pages may be running."""
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
                 sequences.remove(sequence)
-
-    def release(self, sequence: Sequence) -> None:
-        """End a sequence and free what it owns. No step that names its pages may be running."""
-        self.hold(sequence)
         self.free_tail_slot(sequence)
         self.pages.free(sequence.page_indices)
         sequence.page_indices = ()
@@ -162,11 +157,11 @@ class Scheduler:
             sequence.tail_slot = None
 
     def _cut_span(self, sequence: Sequence, budget: int) -> Span | None:
-        """The next tokens of a running sequence, or None if its last chunk must wait for a slot."""
-        assert sequence.num_pending > 0, f"sequence {sequence.number} runs without work"
+        """The next tokens of a running sequence, or None if its last chunk must wait for a slot, or
+        it is a job that has computed everything."""
         count = min(sequence.num_pending, budget)
         is_last = count == sequence.num_pending
-        if sequence.is_job and is_last and not self._take_slot(sequence):
+        if count == 0 or (sequence.is_job and is_last and not self._take_slot(sequence)):
             return None
         end = sequence.num_computed + count
         return Span(

@@ -6,12 +6,11 @@ A sequence is either a request that generates tokens or a prefill job that compu
     waiting -> running -> finished            a request that computes everything here
     waiting -> fetching -> running ...        a request that has positions 0..N-2 computed elsewhere
                   '------> parted -> finished (the attempt failed; another goes on, from waiting)
-    waiting -> running -> held -> finished    a job: held until nobody reads its pages any more
-        '------------------^                  (it was stopped before it ran)
+    waiting -> running -> finished            a job: runs until nobody reads its pages any more
 
 From each of them to finished: cancelled, or failed. A waiting or running sequence is in the list of
-that name, a fetching one has an `attempt`, one that is held or parted owns pages, one that is
-finished none.
+that name, a fetching one has an `attempt`, one that is parted owns pages, one that is finished
+none.
 """
 
 from collections.abc import Callable

@@ -4,20 +4,20 @@
       | on_fetch(pages, slot) ---->| expect(imm, count)                  |
       |                            | PrefillRequest -------------------> |
       |        pages, tail slot <=== one-sided writes, imm ============= |
-      | <------ KVReady ---------- | count reached, tail id is ours      |
+      | <------ KVEnded ---------- | count reached, tail id is ours      |
 
     WAITING --a prefiller is ready--> REQUESTED
     WAITING --cancelled, or none is ready in time--> GONE
-    REQUESTED --count reached--> GONE (KVReady; KVFailed if the tail is not ours)
+    REQUESTED --count reached--> GONE (KVFailed first if the tail is not ours)
     REQUESTED --PrefillStopped tells `posted`--> DRAINING;  --cancelled, too old--> CANCELLING
     CANCELLING --PrefillStopped tells `posted`--> DRAINING;  --whole count reached--> GONE
     DRAINING --as much as was posted has arrived--> GONE
     REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
-Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
-engine hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence
-that takes long, so that no other waits for its pages. One thread makes every
-call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
+Every attempt ends with `KVEnded`, said only when nothing can land in the pages any more. The engine
+hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence that
+takes long, so that no other waits for its pages. One thread makes every call but `on_fetch` and
+`on_cancel`. Connections are in `prefillers.py`.
 """
 
 import enum
@@ -27,14 +27,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from disagg.hooks import (
-    FetchKV,
-    KVFailed,
-    KVReady,
-    KVReleased,
-    KVStuck,
-    NextStep,
-)
+from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck, NextStep
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
@@ -136,9 +129,8 @@ class DecoderMessenger(Messenger):
             self._attempts[wish.attempt] = Attempt(fetch=wish, deadline=deadline)
             return
         attempt = self._attempts.get(wish)
-        if attempt is None:  # it ended by itself while the cancel was on its way
-            self._post(KVReleased(attempt=wish))
-            return
+        if attempt is None:
+            return  # it ended by itself while the cancel was on its way
         if attempt.state is AttemptState.WAITING:
             self._end(attempt)
         elif attempt.state is AttemptState.REQUESTED:
@@ -240,8 +232,7 @@ class DecoderMessenger(Messenger):
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
             if found == self._attempt_id(attempt):
-                moved = self._moved(attempt)
-                self._end(attempt, KVReady(attempt=attempt.fetch.attempt, transfer=moved))
+                self._end(attempt, self._moved(attempt))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
@@ -298,9 +289,9 @@ class DecoderMessenger(Messenger):
             return NextStep.RETRY if again else NextStep.LOCAL
         return NextStep(self._config.on_failure)
 
-    def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
-        """Nothing can land any more: the pages are the request's (`ready`) or free."""
+    def _end(self, attempt: Attempt, moved: TransferStats | None = None) -> None:
+        """Nothing can land any more; `moved` if the KV is whole."""
         del self._attempts[attempt.fetch.attempt]
-        if attempt.prefiller is not None and ready is not None:
+        if attempt.prefiller is not None and moved is not None:
             attempt.prefiller.num_failures = 0
-        self._post(ready or KVReleased(attempt=attempt.fetch.attempt))
+        self._post(KVEnded(attempt=attempt.fetch.attempt, transfer=moved))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from disagg.hooks import ReleasePrefill, Span, StopPrefill
+from disagg.hooks import ReleasePrefill, Span
 from disagg.kv_layout import KVLayout, Offsets, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest, PrefillStopped, encode
 from disagg.messenger.messenger import Wiring
@@ -210,7 +210,6 @@ class LayerWriter:
         stopped before, say nothing."""
         if not attempt.is_stopped:
             attempt.is_stopped = True
-            self._post(StopPrefill(job=attempt.job))
             # None: the peer is lost, and nobody will hear how many there were.
             posted = attempt.num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
             stopped = PrefillStopped(attempt_id=attempt.request.attempt_id, why=why, posted=posted)
