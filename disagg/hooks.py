@@ -34,10 +34,10 @@ class NextStep(enum.StrEnum):
 class FetchKV:
     """One attempt to have a prompt prefilled elsewhere.
 
-    `attempt` is a number that the engine never uses twice (u32, increasing from 1).
-    `page_indices` lists the pages for prompt positions 0..N-2, `ceil((N-1) / page_size)` of them.
-    `retries` counts earlier attempts. `dp_rank` is the data-parallel group of ranks that has the
-    pages.
+    `attempt` is a number (u64) that no other attempt of any engine has: it names this one on both
+    nodes, in messages, in its tail and as a prefiller's job. `page_indices` lists the pages for
+    prompt positions 0..N-2, `ceil((N-1) / page_size)` of them. `retries` counts earlier attempts.
+    `dp_rank` is the data-parallel group of ranks that has the pages.
     """
 
     attempt: int
@@ -118,7 +118,7 @@ class KVEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class StartPrefill:
-    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is the messenger's number."""
+    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is its attempt's number."""
 
     job: int
     token_ids: tuple[int, ...]

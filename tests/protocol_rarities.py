@@ -54,10 +54,9 @@ def say(world: World, attempt: int, *, posted: int | None, rejects: bool = False
     one more, as if nothing had been posted."""
     messenger = world.decode_node.messenger
     asked = messenger._attempts[attempt]
-    number = messenger._attempt_id(asked)
-    lies: list[Message] = [PrefillStopped(attempt_id=number, why="lie", posted=posted)]
+    lies: list[Message] = [PrefillStopped(attempt_id=attempt, why="lie", posted=posted)]
     if rejects:
-        lies.append(PrefillStopped(attempt_id=number, why="lie"))
+        lies.append(PrefillStopped(attempt_id=attempt, why="lie"))
     events = [MessageReceived(peer=asked.peer, data=encode(lie)) for lie in lies]
     world.decode_node.transfer.events += events
 
@@ -135,7 +134,7 @@ def finished_still_waits_for_the_count(code: Code) -> None:
                 while conn.messages[end]:
                     world.network.deliver(conn, end)
 
-        while node.transfer.next_ticket == 1 or len(node.messenger._writer):
+        while node.transfer.next_ticket == 1 or len(node.messenger._writer.attempts):
             deliver()
             happens = [*node.actions(), *node.transfer.medium_actions()]
             happens += [decoder.step, lambda m=decoder.messenger: m.poll(0)]
@@ -344,9 +343,9 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
     for wrong in wrongs:
         answers = ask_raw(world, msgspec.structs.replace(fine, **wrong))
         refused = answers is None or [type(a).__name__ for a in answers] == ["PrefillStopped"]
-        assert refused and not len(node.messenger._writer), f"{wrong} was taken: {answers}"
+        assert refused and not len(node.messenger._writer.attempts), f"{wrong} was taken: {answers}"
         world.run_fairly(1.0)
-    assert ask_raw(world, fine) == [] and len(node.messenger._writer) == 1
+    assert ask_raw(world, fine) == [] and len(node.messenger._writer.attempts) == 1
     assert ask_raw(world, fine) is None, "asked twice under one id"
     world.run_fairly(1.0)
     hello = msgspec.structs.replace(world.decode_node.messenger._hello, epoch=99)

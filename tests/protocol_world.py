@@ -238,6 +238,7 @@ class PrefillNode:
         self.layer = 0
         self.stuck = False
         self.refuses = False
+        self.num_asked = 0
         memory = self.storage.memory
         wiring = Wiring(
             transfer=self.transfer,
@@ -276,6 +277,7 @@ class PrefillNode:
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
         if isinstance(event, StartPrefill):
+            self.num_asked += 1
             num_pages = pages_for(len(event.token_ids) - 1, PAGE_SIZE)
             if self.refuses or num_pages > len(self.storage.page_owner):
                 raise ValueError("no such token, or too long")
@@ -358,7 +360,7 @@ class Client:
 class DecodeNode:
     """A decoder process: messenger and a toy engine that checks every byte before it decodes."""
 
-    def __init__(self, world: World, tp: int, epoch: int) -> None:
+    def __init__(self, world: World, tp: int, epoch: int, first_attempt: int) -> None:
         self.world, self.rng, self.tp, self.dp = world, world.rng, tp, world.shards.decode_dp
         self.transfer = FakeTransfer(world.network, f"decoder {epoch}", world.code.imm_counter)
         self.storage = Storage(
@@ -375,7 +377,7 @@ class DecodeNode:
         self.fetching: dict[int, tuple[Client, FetchKV]] = {}
         self.abandoned: dict[int, str] = {}  # attempts that await KVEnded, and why
         self.decoding: list[int] = []
-        self.next_attempt = 1
+        self.next_attempt = first_attempt
         memory = self.storage.memory
         hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
         wiring = Wiring(
@@ -565,7 +567,10 @@ class World:
         self.prefill_nodes: list[PrefillNode] = []
         for port in range(num_prefillers):
             self.prefill_nodes.append(PrefillNode(self, ("host", port), self.new_epoch()))
-        self.decode_nodes = [DecodeNode(self, tp, self.new_epoch()) for tp in shards.decode_tps]
+        self.decode_nodes = [
+            DecodeNode(self, tp, self.new_epoch(), first_attempt=1 + 1000 * number)
+            for number, tp in enumerate(shards.decode_tps)
+        ]
         self.decode_node = self.decode_nodes[0]
 
     def clock(self) -> float:
@@ -667,7 +672,7 @@ class World:
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
-                assert len(node.messenger._writer) == 0, "attempts left open"
+                assert len(node.messenger._writer.attempts) == 0, "attempts left open"
                 assert node.storage.balanced, (
                     f"prefiller pages {node.storage.page_owner} left in use"
                 )
@@ -686,7 +691,7 @@ class World:
             assert imm not in used, f"imm {imm} reused"
             self.asked[id(conn), imm] = Asked(
                 node=node,
-                attempt=message.attempt_id & 0xFFFFFFFF,
+                attempt=message.attempt_id,
                 pages=set(pages),
                 slot=message.tail_slot,
                 ranks=range(first_rank, first_rank + node.tp),

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
+from disagg.engine.attempts import Attempts
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
@@ -87,6 +88,7 @@ class Replica:
             decode_hooks=decode_hooks,
             clock=clock,
         )
+        self.engine._attempts._numbers = itertools.count(1)
         self.idle = engine_balance(self.engine)
         self.numbers = itertools.count(1)
 
@@ -506,6 +508,11 @@ def test_a_failed_fetch_is_fetched_again_under_a_new_number():
     messenger.decoder.engine.post(KVEnded(attempt=1))
     messenger.run()
     messenger.check_balance()
+
+
+def test_attempts_of_two_engines_have_different_numbers():
+    attempts = [Attempts(fake_scheduler(CacheConfig(num_pages=1)), None) for _ in range(2)]
+    assert len({next(each._numbers) >> 20 for each in attempts}) == 2
 
 
 def test_a_failed_fetch_can_fail_the_request_with_its_cause():

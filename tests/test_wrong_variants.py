@@ -56,18 +56,11 @@ class Variant:
 
 VARIANTS = (
     Variant(
-        "1: an attempt id is unique",
-        "decoder",
-        "<< 32 | attempt.fetch.attempt",
-        "<< 32 | attempt.fetch.attempt % 2",
-        "without_faults",
-    ),
-    Variant(
-        "1: an answer names the whole attempt id",
-        "decoder",
-        "self._attempt_id(attempt) == message.attempt_id",
-        "attempt.fetch.attempt == message.attempt_id & 0xFFFFFFFF",
-        "answers_of_others_do_not_count",
+        "1: an attempt is cancelled by whoever asked for it",
+        "prefiller",
+        " and attempt.link is link:",
+        ":",
+        "cancels_of_others_do_not_count",
     ),
     Variant(
         "1: an imm counts from the asked peer alone",
@@ -215,7 +208,7 @@ VARIANTS = (
     Variant(
         "7: the tail's id is checked",
         "decoder",
-        "if found == self._attempt_id(attempt):",
+        "if found == attempt.fetch.attempt:",
         "if True:",
         "foreign_tail_is_seen",
     ),
@@ -412,7 +405,7 @@ VARIANTS = (
     Variant(
         "3: finished is not 'nothing posted'",
         "prefiller",
-        "        if attempt is not None:\n            self._writer.stop(",
+        "        if attempt is not None and attempt.link is link:\n            self._writer.stop(",
         "        if attempt is None:\n"
         "            peer, lie = link.peer, PrefillStopped(attempt_id=cancel.attempt_id, why='')\n"
         "            self._send(peer, lie)\n"
@@ -458,7 +451,7 @@ VARIANTS = (
     Variant(
         "1: an id is asked for once",
         "prefiller",
-        "if request.attempt_id in link.attempts:",
+        "if request.attempt_id in self._writer.attempts:",
         "if False:",
         "requests_that_make_no_sense_are_rejected",
     ),
@@ -529,8 +522,8 @@ VARIANTS = (
     Variant(
         "a tail tells when the first write was posted",
         "layer_writer",
-        "attempt.first_post = min(attempt.first_post, self._clock())",
-        "attempt.first_post = self._clock()",
+        "attempt.first_post = min(attempt.first_post, now)",
+        "attempt.first_post = now",
         "exposed_transfer_is_told",
     ),
     Variant(

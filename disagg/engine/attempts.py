@@ -13,6 +13,7 @@ If the end may never come (`KVStuck`), requests that do not fit beside are not k
 """
 
 import itertools
+import secrets
 from dataclasses import replace
 
 from disagg.engine.scheduler import Scheduler
@@ -34,7 +35,8 @@ class Attempts:
         self._owners: dict[int, Sequence] = {}
         #: Which of them may never be released.
         self._stuck: set[int] = set()
-        self._numbers = itertools.count(1)
+        # From anywhere: those of several decoders meet at a prefiller.
+        self._numbers = itertools.count(secrets.randbits(63))
 
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that has its pages computed elsewhere."""

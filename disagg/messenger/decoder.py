@@ -117,10 +117,6 @@ class DecoderMessenger(Messenger):
     def _greeted(self) -> Collection[Peer]:
         return [prefiller.peer for prefiller in self._prefillers.ready()]
 
-    def _attempt_id(self, attempt: Attempt) -> int:
-        """Unique per attempt and process: half epoch, half the engine's number."""
-        return (self._hello.epoch & 0xFFFFFFFF) << 32 | attempt.fetch.attempt
-
     # --- Asking ---
 
     def _on_inbox(self, wish: FetchKV | int) -> None:
@@ -157,7 +153,7 @@ class DecoderMessenger(Messenger):
         self._next_imm += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
         request = messages.PrefillRequest(
-            attempt_id=self._attempt_id(attempt),
+            attempt_id=fetch.attempt,
             token_ids=fetch.token_ids,
             page_indices=fetch.page_indices,
             tail_slot=fetch.tail_slot,
@@ -171,7 +167,7 @@ class DecoderMessenger(Messenger):
         attempt.move(AttemptState.CANCELLING)
         # An answer is due by the attempt's age or, if that is near, after one peer_timeout.
         attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)
-        self._send(attempt.peer, messages.Cancel(attempt_id=self._attempt_id(attempt)))
+        self._send(attempt.peer, messages.Cancel(attempt_id=attempt.fetch.attempt))
 
     def _on_deadline(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.REQUESTED:
@@ -214,9 +210,8 @@ class DecoderMessenger(Messenger):
 
     def _on_stopped(self, peer: Peer, message: messages.PrefillStopped) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
-        attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
-        ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
-        if attempt is None or not ours or attempt.peer != peer:
+        attempt = self._attempts.get(message.attempt_id)
+        if attempt is None or attempt.peer != peer:
             return  # it ended before the answer came
         if message.posted > attempt.count or attempt.state >= AttemptState.DRAINING:
             raise ProtocolError(f"expected one stop of at most {attempt.count} writes: {message}")
@@ -231,7 +226,7 @@ class DecoderMessenger(Messenger):
         if attempt.is_wanted:
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
-            if found == self._attempt_id(attempt):
+            if found == attempt.fetch.attempt:
                 self._end(attempt, self._moved(attempt))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
@@ -249,7 +244,7 @@ class DecoderMessenger(Messenger):
             now = self._clock()
             exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
             span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
-            self._trace.span("KV transfer", f"attempt {fetch.attempt}", now - span, now)
+            self._trace.span("KV transfer", f"attempt {fetch.attempt:#x}", now - span, now)
         return TransferStats(
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
@@ -277,7 +272,7 @@ class DecoderMessenger(Messenger):
         then = NextStep.FAIL if permanent else self._next_step(attempt)
         # A request that ends with the failure tells it to its client.
         level = logging.INFO if then is NextStep.FAIL else logging.WARNING
-        logger.log(level, "attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
+        logger.log(level, "attempt %#x failed (then %s): %s", attempt.fetch.attempt, then, why)
         if attempt.prefiller is not None:
             attempt.prefiller.num_failures += 1
         self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))

@@ -37,29 +37,28 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
-    written into theirs (`plan`), its attempts by id."""
+    written into theirs (`plan`)."""
 
     peer: Peer
     hello: Hello
     layout: KVLayout
     plan: Sequence[Sequence[Slice]]
-    attempts: dict[int, Attempt] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Attempt:
     """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
 
-    `open_tickets` maps what was handed to the transfer engine and did not end yet to its number of
-    writes; `num_ended` counts those of all others. `first_post` is the time of the first write, in
-    seconds.
+    `open_tickets` has what was handed to the transfer engine and did not end yet: what it is, its
+    number of writes, when it was handed over. `num_ended` counts the writes of all others.
+    `opened` and `first_post`, of the first write, are times in seconds.
     """
 
     link: Link
     request: PrefillRequest
-    job: int
     slices: Sequence[Slice]
-    open_tickets: dict[Ticket, int] = field(default_factory=dict)
+    opened: float
+    open_tickets: dict[Ticket, tuple[str, int, float]] = field(default_factory=dict)
     num_ended: int = 0
     is_stopped: bool = False
     first_post: float = math.inf
@@ -88,21 +87,16 @@ class LayerWriter:
         self._clock = wiring.clock
         self._trace = wiring.trace
         self._read_counter = read_counter
-        self._jobs: dict[int, Attempt] = {}
+        #: By attempt id, which is the job's number, too: those that still hold source pages.
+        self.attempts: dict[int, Attempt] = {}
         self._tickets: dict[Ticket, Attempt] = {}
         self._steps: deque[Step] = deque()
         self.pause = math.inf
 
-    def __len__(self) -> int:
-        """Attempts that still hold source pages."""
-        return len(self._jobs)
-
-    def open(self, attempt: Attempt) -> None:
+    def open(self, link: Link, request: PrefillRequest, slices: Sequence[Slice]) -> None:
         """Take an attempt whose job the engine will compute."""
-        self._jobs[attempt.job] = attempt
-        num_tokens = len(attempt.request.token_ids) - 1
-        self._trace.begin("prefills", attempt.job, f"{num_tokens} tokens", job=attempt.job)
-        attempt.link.attempts[attempt.request.attempt_id] = attempt
+        attempt = Attempt(link=link, request=request, slices=slices, opened=self._clock())
+        self.attempts[request.attempt_id] = attempt
 
     def add_step(self, base: int, chunks: Sequence[Span]) -> None:
         """A step is about to run; from the engine's thread, in the order of the bases."""
@@ -130,7 +124,7 @@ class LayerWriter:
         self.pause = math.inf
 
     def _post_chunk(self, chunk: Span, layer: int) -> None:
-        attempt = self._jobs.get(chunk.number)
+        attempt = self.attempts.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
         try:
@@ -181,9 +175,9 @@ class LayerWriter:
     ) -> None:
         peer, imm = attempt.link.peer, attempt.request.imm
         ticket = self._transfer.write_pages(peer, here, there, nbytes, src, dst, imm)
-        self._trace.begin("layer writes", ticket, what, writes=len(src), job=attempt.job)
-        attempt.first_post = min(attempt.first_post, self._clock())
-        attempt.open_tickets[ticket] = len(src)
+        now = self._clock()
+        attempt.first_post = min(attempt.first_post, now)
+        attempt.open_tickets[ticket] = what, len(src), now
         self._tickets[ticket] = attempt
 
     # --- Ends ---
@@ -193,17 +187,20 @@ class LayerWriter:
         for event in ended:
             attempt = self._tickets.pop(event.ticket, None)
             if attempt is not None:
-                self._trace.end("layer writes", event.ticket)
-                attempt.num_ended += attempt.open_tickets.pop(event.ticket)
+                what, count, start = attempt.open_tickets.pop(event.ticket)
+                number, now = hex(attempt.request.attempt_id), self._clock()
+                self._trace.span("layer writes", what, start, now, attempt=number, writes=count)
+                attempt.num_ended += count
                 self._release_if_idle(attempt)
 
-    def on_peer_lost(self, link: Link) -> None:
+    def on_peer_lost(self, link: Link, why: str) -> None:
         """No write of ours to a lost peer reads its source any more: its attempts end here."""
-        for attempt in list(link.attempts.values()):
+        for attempt in [each for each in self.attempts.values() if each.link is link]:
+            logger.warning("attempt %#x lost its decoder: %s", attempt.request.attempt_id, why)
             for ticket in attempt.open_tickets:
                 del self._tickets[ticket]
             attempt.open_tickets.clear()
-            self.stop(attempt, "the connection is lost")
+            self.stop(attempt, why)
 
     def stop(self, attempt: Attempt, why: str) -> None:
         """Post nothing more and say how many writes were posted: the decoder counts them. If it was
@@ -221,7 +218,7 @@ class LayerWriter:
         all_ended = attempt.num_ended == attempt.request.expected_count
         if attempt.open_tickets or not (all_ended or attempt.is_stopped):
             return
-        self._trace.end("prefills", attempt.job)
-        del self._jobs[attempt.job]
-        del attempt.link.attempts[attempt.request.attempt_id]
-        self._post(ReleasePrefill(job=attempt.job))
+        number, name = attempt.request.attempt_id, f"{len(attempt.request.token_ids) - 1} tokens"
+        self._trace.span("prefills", name, attempt.opened, self._clock(), attempt=hex(number))
+        del self.attempts[number]
+        self._post(ReleasePrefill(job=number))

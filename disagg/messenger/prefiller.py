@@ -22,7 +22,7 @@ from disagg.hooks import Span, StartPrefill
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_probe, check_request, refusal
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
+from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
@@ -39,7 +39,6 @@ class PrefillerMessenger(Messenger):
         self._writer = LayerWriter(wiring, read_counter)
         self._rng = wiring.rng
         self._links: dict[Peer, Link] = {}
-        self._next_job = 1
 
     # --- From the engine, any thread ---
 
@@ -106,29 +105,28 @@ class PrefillerMessenger(Messenger):
     def _on_request(self, peer: Peer, link: Link, request: messages.PrefillRequest) -> None:
         if link.hello.role != Role.DECODER:
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
-        if request.attempt_id in link.attempts:
+        if request.attempt_id in self._writer.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        if len(self._writer) >= self._config.max_open_attempts:
-            why = f"{len(self._writer)} prompts are in work here already; try again later"
+        if len(self._writer.attempts) >= self._config.max_open_attempts:
+            why = f"{len(self._writer.attempts)} prompts are in work here already; try again later"
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
-        slices, job = self._rng.choice(link.plan), self._next_job
-        self._next_job += 1
+        slices = self._rng.choice(link.plan)
         try:
             check_request(request, layout=self._memory.layout, theirs=link.hello, slices=slices)
-            self._post(StartPrefill(job=job, token_ids=request.token_ids))
+            self._post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
         else:
-            self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
+            self._writer.open(link, request, slices)
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
     def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
-        attempt = link.attempts.get(cancel.attempt_id)
+        attempt = self._writer.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        if attempt is not None:
+        if attempt is not None and attempt.link is link:
             self._writer.stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
@@ -145,6 +143,5 @@ class PrefillerMessenger(Messenger):
     def _on_peer_lost(self, event: PeerLost) -> None:
         link = self._links.pop(event.peer, None)
         if link is not None:
-            level = logging.WARNING if link.attempts else logging.INFO
-            logger.log(level, "decoder %d lost: %s", event.peer, event.why)
-            self._writer.on_peer_lost(link)
+            logger.info("decoder %d lost: %s", event.peer, event.why)
+            self._writer.on_peer_lost(link, event.why)

@@ -16,7 +16,7 @@ import numpy as np
 from disagg.config import MessengerConfig
 from disagg.hooks import Span
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
+from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, PrefillRequest, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
@@ -101,7 +101,7 @@ def writer_of(given, layouts, plan, pages):
     )
     writer = LayerWriter(wiring, lambda: given.layers + 1)
     link = Link(peer=1, hello=hello, layout=there, plan=plan)
-    writer.open(Attempt(link=link, request=request, job=1, slices=plan[0]))
+    writer.open(link, request, plan[0])
     token_ids = request.token_ids[:-1]
     chunk = Span(number=1, first_token=0, token_ids=token_ids, page_indices=pages[0], tail_slot=0)
     writer.add_step(0, (chunk,))
