@@ -92,7 +92,7 @@ class TransferStats:
 
     Both start on the prefiller's clock. The difference of the clocks is the smallest (received -
     sent) of its heartbeats, so both are too short by the travel of the fastest one (on one host
-    some 50 us, more if the reader was late), and never below 0. None: no heartbeat has come yet.
+    some 50 us, more if the reader was late), and never below 0. Both are 0 until one has come.
     """
 
     prefiller: str
@@ -100,8 +100,8 @@ class TransferStats:
     writes: int
     bytes: int
     retries: int
-    exposed: float | None = None
-    span: float | None = None
+    exposed: float
+    span: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,11 @@ import numpy as np
 
 from disagg.kv_layout import PageOrder
 from disagg.messenger.messages import (
+    MAX_PROBE_PAGES,
     PROTOCOL_VERSION,
     Cancel,
     Goodbye,
+    Heartbeat,
     Hello,
     Message,
     PrefillRequest,
@@ -547,19 +549,19 @@ def probe_is_served(code: Code) -> None:
     wanted = ProbeRequest(attempt_id=1, page_bytes=32, num_pages=4, imm=7)
     assert ImmReached(imm=7) in probe.hear(wanted)
     assert (probe.target[:128] == 0).all() and (probe.target[128:] == 0xEE).all()
-    for changes in (
-        {"page_bytes": 0},
-        {"page_bytes": 1 << 30},
-        {"num_pages": 0},
-        {"num_pages": 1 << 31},
-        {"num_pages": 9},
+    for changes, why in (
+        ({"page_bytes": 1 << 30}, "outside its region"),
+        ({"num_pages": MAX_PROBE_PAGES + 1}, f"at most {MAX_PROBE_PAGES} pages"),
+        ({"num_pages": 9}, "outside its region"),
     ):
         answers = probe.hear(msgspec.structs.replace(wanted, **changes))
-        assert [type(m).__name__ for m in answers if "Heartbeat" not in type(m).__name__] == [
-            "PrefillStopped"
-        ], answers
-    ended = probe.hear(msgspec.structs.replace(wanted, imm=0))
-    assert any(isinstance(event, PeerLost) for event in ended), ended
+        [refused] = [answer for answer in answers if not isinstance(answer, Heartbeat)]
+        assert isinstance(refused, PrefillStopped) and why in refused.why, refused
+    for changes in ({"imm": 0}, {"page_bytes": 0}, {"num_pages": 0}):
+        stranger = Stranger(world)
+        stranger.hear(stranger.hello(Role.PROBE))
+        ended = stranger.hear(msgspec.structs.replace(wanted, **changes))
+        assert any(isinstance(event, PeerLost) for event in ended), ended
     served = world.submit(5)
     ends(world, served, within=2.0)
     assert served.ended == "ready"

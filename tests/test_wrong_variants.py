@@ -153,8 +153,7 @@ VARIANTS = (
         "layer_writer",
         "if attempt.open_tickets or not (",
         "if not (",
-        "without_faults",
-        KeyError,
+        "cancels_cross_everything",
     ),
     Variant(
         "5: a silent peer is given up",
@@ -327,9 +326,9 @@ VARIANTS = (
     ),
     Variant(
         "a probe gets what it asked for and no more",
-        "admission",
-        " and 0 < probe.num_pages <= MAX_PROBE_PAGES)",
-        ")",
+        "prefiller",
+        "if num_pages > (most := messages.MAX_PROBE_PAGES):",
+        "if num_pages < (most := 0):",
         "probe_is_served",
     ),
     Variant(
@@ -355,9 +354,9 @@ VARIANTS = (
     ),
     Variant(
         "5: a Hello is due",
-        "decoder",
-        "case _ if peer not in self._greeted():",
-        "case _ if False:",
+        "messenger",
+        "isinstance(message, Hello) or not is_greeted:",
+        "isinstance(message, Hello):",
         "beats_are_no_greeting",
     ),
     Variant(
@@ -423,8 +422,8 @@ VARIANTS = (
     Variant(
         "8: a lost decoder is forgotten",
         "prefiller",
-        "self._links.pop(event.peer, None)",
-        "self._links.get(event.peer)",
+        "self._links.pop(peer, None)",
+        "self._links.get(peer)",
         "lost_peers_leave_nothing",
     ),
     Variant(
@@ -457,9 +456,9 @@ VARIANTS = (
     ),
     Variant(
         "8: one Hello a connection",
-        "prefiller",
-        "if peer in self._links:",
-        "if False:",
+        "messenger",
+        "case Hello() if not is_greeted:",
+        "case Hello():",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(
@@ -508,7 +507,7 @@ VARIANTS = (
     Variant(
         "the fastest beat tells the clocks' difference",
         "prefillers",
-        "lag if known is None else min(known, lag)",
+        "min(prefiller.clock_lag, lag)",
         "lag",
         "exposed_transfer_is_told",
     ),

@@ -35,7 +35,7 @@ from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
 from disagg.messenger.sharding import expected_count
 from disagg.request import TransferStats
-from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
+from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced
 
 logger = logging.getLogger(__name__)
 
@@ -193,20 +193,17 @@ class DecoderMessenger(Messenger):
             case _:
                 super()._on_event(event)
 
-    def _on_message(self, peer: Peer, message: Message) -> None:
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        self._prefillers.greet(peer, hello)
+
+    def _on_word(self, peer: Peer, message: Message) -> None:
         match message:
-            case Hello():
-                self._prefillers.greet(peer, message)
-            case messages.Goodbye():
-                super()._on_message(peer, message)
-            case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
-                raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
             case messages.PrefillStopped():
                 self._on_stopped(peer, message)
             case messages.Heartbeat():
                 self._prefillers.on_beat(peer, message.clock_ns)
             case _:
-                super()._on_message(peer, message)
+                super()._on_word(peer, message)
 
     def _on_stopped(self, peer: Peer, message: messages.PrefillStopped) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
@@ -238,13 +235,10 @@ class DecoderMessenger(Messenger):
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         layout = self._memory.layout
         num_pages = self._memory.tp * layout.num_layers * len(fetch.page_indices)
-        exposed = span = None
-        if lag is not None:
-            words = self._memory.tail_words(fetch.tail_slot).tolist()
-            now = self._clock()
-            exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
-            span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
-            self._trace.span("KV transfer", f"attempt {fetch.attempt:#x}", now - span, now)
+        words, now = self._memory.tail_words(fetch.tail_slot).tolist(), self._clock()
+        exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
+        span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
+        self._trace.span("KV transfer", f"attempt {fetch.attempt:#x}", now - span, now)
         return TransferStats(
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
@@ -255,13 +249,13 @@ class DecoderMessenger(Messenger):
             span=span,
         )
 
-    def _on_peer_lost(self, event: PeerLost) -> None:
+    def _on_peer_lost(self, peer: Peer, why: str) -> None:
         for attempt in list(self._attempts.values()):
-            if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
-                self._fail(attempt, f"prefiller lost: {event.why}")
+            if attempt.peer == peer and attempt.state is not AttemptState.FENCING:
+                self._fail(attempt, f"prefiller lost: {why}")
                 attempt.move(AttemptState.FENCING)
                 attempt.deadline = self._clock() + self._config.peer_timeout
-        self._prefillers.lost(event.peer, event.why)
+        self._prefillers.lost(peer, why)
 
     # --- Ends ---
 

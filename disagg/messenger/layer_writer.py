@@ -13,8 +13,6 @@ so the number of writes does not depend on how a prompt is cut into chunks. Mess
 `prefiller.py`'s, but for the one that ends an attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque
@@ -89,7 +87,6 @@ class LayerWriter:
         self._read_counter = read_counter
         #: By attempt id, which is the job's number, too: those that still hold source pages.
         self.attempts: dict[int, Attempt] = {}
-        self._tickets: dict[Ticket, Attempt] = {}
         self._steps: deque[Step] = deque()
         self.pause = math.inf
 
@@ -178,15 +175,14 @@ class LayerWriter:
         now = self._clock()
         attempt.first_post = min(attempt.first_post, now)
         attempt.open_tickets[ticket] = what, len(src), now
-        self._tickets[ticket] = attempt
 
     # --- Ends ---
 
     def settle(self, ended: Iterable[WritesDone]) -> None:
         """Account for ended tickets; unknown ones are a probe's, or of a lost peer."""
         for event in ended:
-            attempt = self._tickets.pop(event.ticket, None)
-            if attempt is not None:
+            mine = (each for each in self.attempts.values() if event.ticket in each.open_tickets)
+            for attempt in list(mine):  # one or none
                 what, count, start = attempt.open_tickets.pop(event.ticket)
                 number, now = hex(attempt.request.attempt_id), self._clock()
                 self._trace.span("layer writes", what, start, now, attempt=number, writes=count)
@@ -197,8 +193,6 @@ class LayerWriter:
         """No write of ours to a lost peer reads its source any more: its attempts end here."""
         for attempt in [each for each in self.attempts.values() if each.link is link]:
             logger.warning("attempt %#x lost its decoder: %s", attempt.request.attempt_id, why)
-            for ticket in attempt.open_tickets:
-                del self._tickets[ticket]
             attempt.open_tickets.clear()
             self.stop(attempt, why)
 

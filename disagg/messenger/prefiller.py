@@ -21,12 +21,12 @@ import numpy as np
 from disagg.hooks import Span, StartPrefill
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.admission import check_probe, check_request, refusal
+from disagg.messenger.admission import check_hello, check_request
 from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
-from disagg.transfer.interface import Peer, PeerLost, TransferError, WritesDone
+from disagg.transfer.interface import Peer, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,8 @@ class PrefillerMessenger(Messenger):
 
     # --- Messages ---
 
-    def _on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._on_hello(peer, message)
-            return
-        link = self._links.get(peer)
-        if link is None:
-            raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
+    def _on_word(self, peer: Peer, message: Message) -> None:
+        link = self._links[peer]
         match message:
             case messages.PrefillRequest():
                 self._on_request(peer, link, message)
@@ -80,17 +75,10 @@ class PrefillerMessenger(Messenger):
             case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
-                super()._on_message(peer, message)
+                super()._on_word(peer, message)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
-        if peer in self._links:
-            raise ProtocolError("a second Hello on one connection")
-        refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
-        if refused is not None:
-            logger.warning("refused a %s: %s", hello.role, refused)
-            # It hangs up then, or its silence ends the connection.
-            self._send(peer, messages.Goodbye(why=f"refused: {refused}"))
-            return
+        check_hello(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
@@ -130,18 +118,19 @@ class PrefillerMessenger(Messenger):
             self._writer.stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
-        scratch = self._memory.scratch_region
+        scratch, num_pages = self._memory.scratch_region, probe.num_pages
+        there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
         try:
-            check_probe(probe, scratch.memory.nbytes)
-            there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
-            pages = np.arange(probe.num_pages, dtype=np.int64)
-            src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
-            self._transfer.write_pages(peer, scratch, there, nbytes, src, dst, imm)
+            if num_pages > (most := messages.MAX_PROBE_PAGES):
+                raise TransferError(f"expected at most {most} pages, got {num_pages}")
+            pages = np.arange(num_pages, dtype=np.int64)
+            src = pages % max(1, scratch.memory.nbytes // nbytes) * nbytes
+            self._transfer.write_pages(peer, scratch, there, nbytes, src, pages * nbytes, imm)
         except TransferError as error:
             self._reject(peer, probe.attempt_id, str(error), permanent=True)
 
-    def _on_peer_lost(self, event: PeerLost) -> None:
-        link = self._links.pop(event.peer, None)
+    def _on_peer_lost(self, peer: Peer, why: str) -> None:
+        link = self._links.pop(peer, None)
         if link is not None:
-            logger.info("decoder %d lost: %s", event.peer, event.why)
-            self._writer.on_peer_lost(link, event.why)
+            logger.info("decoder %d lost: %s", peer, why)
+            self._writer.on_peer_lost(link, why)
