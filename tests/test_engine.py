@@ -50,7 +50,9 @@ from tests.tiny_models import greedy, loaded, make_tiny_llama
 
 P = 4
 CONFIG = fake_config()
-MOVED = TransferStats(prefiller="a:1", transport="shm", writes=7, bytes=9, retries=0, exposed=0.5)
+MOVED = TransferStats(
+    prefiller="a:1", transport="shm", writes=7, bytes=9, retries=0, exposed=0.5, span=2.0
+)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """The scheduler: which ranges run, who waits, who is refused; checked after every step."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +258,10 @@ def test_what_is_fetched_are_the_prefillers_pages(length, count):
     scheduler = make(num_pages=20)
     sequence = add(scheduler, 1, length, max_tokens=5, remote=True)
     assert scheduler.admit() == [sequence]
-    assert scheduler.pages_to_fetch(sequence) == sequence.page_indices[:count]
+    fetches = []
+    hooks = SimpleNamespace(on_fetch=fetches.append)
+    Attempts(scheduler, hooks).start(sequence)
+    assert fetches[0].page_indices == sequence.page_indices[:count]
     assert len(sequence.page_indices) == pages_for(length + 5, P)
 
 

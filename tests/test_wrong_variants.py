@@ -565,8 +565,8 @@ VARIANTS = (
     Variant(
         "each rank reads its own region",
         "layer_writer",
-        "self._memory.kv_regions[s.source_rank]",
-        "self._memory.kv_regions[0]",
+        "ours[s.source_rank]",
+        "ours[0]",
         "ranks_that_shard_differently",
     ),
     Variant(

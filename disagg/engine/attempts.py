@@ -19,6 +19,7 @@ from dataclasses import replace
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.hooks import DecodeHooks, FetchKV
+from disagg.kv_layout import pages_for
 
 
 class Attempts:
@@ -44,11 +45,13 @@ class Attempts:
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         attempt = sequence.attempt = next(self._numbers)
         self._owners[attempt] = sequence
+        # One less than those of the prompt where N = k * P + 1.
+        num_pages = pages_for(sequence.num_prompt_tokens - 1, self._scheduler.cache.page_size)
         self._hooks.on_fetch(
             FetchKV(
                 attempt=attempt,
                 token_ids=tuple(sequence.tokens),
-                page_indices=self._scheduler.pages_to_fetch(sequence),
+                page_indices=sequence.page_indices[:num_pages],
                 tail_slot=sequence.tail_slot,
                 retries=sequence.retries,
             )

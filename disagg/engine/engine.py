@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from disagg import hooks
@@ -70,7 +71,6 @@ class Engine:
         self._numbers = itertools.count(1)
 
         # The engine thread's alone.
-        self._jobs: dict[int, Sequence] = {}
         self._attempts = Attempts(scheduler, decode_hooks)
 
     # From any thread
@@ -102,7 +102,7 @@ class Engine:
         """
         if isinstance(event, hooks.StartPrefill):
             job = self._scheduler.new_job(event.job, event.token_ids)
-            self._inbox.put(partial(self._start_job, job))
+            self._inbox.put(partial(self._scheduler.add, job))
         else:
             self._inbox.put(partial(self._handle, event))
 
@@ -165,7 +165,7 @@ class Engine:
                     ready.stopwatch.reach("prefilled", self._clock())
             case hooks.ReleasePrefill():
                 # We are between two steps: the last one that named these pages has ended.
-                self._scheduler.release(self._jobs.pop(event.job))
+                self._scheduler.release(self._scheduler.job(event.job))
 
     def _run_step(self) -> bool:
         now = self._clock()
@@ -194,10 +194,9 @@ class Engine:
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
         )
         start, now = now, self._clock()
-        if self._trace.on:
-            sizes = [len(span.token_ids) for _, span in step]
-            name, details = f"{sum(sizes)} tokens", {"largest": max(sizes), "sequences": len(sizes)}
-            self._trace.span("steps", name, start, now, **details)
+        sizes = [len(span.token_ids) for _, span in step]
+        details = {"largest": max(sizes), "sequences": len(sizes)}
+        self._trace.span("steps", f"{sum(sizes)} tokens", start, now, **details)
         for index, (sequence, span) in enumerate(step):
             self._after_span(sequence, span, sampled.get(index), now)
         # What they owned is free by now, so a client that sees its end sees the balance restored.
@@ -231,11 +230,6 @@ class Engine:
             self._scheduler.release(sequence)
         self._deliver(sequence, FinishReason.CANCELLED)
 
-    def _start_job(self, job: Sequence) -> None:
-        assert job.number not in self._jobs, f"job {job.number} was started before"
-        self._jobs[job.number] = job
-        self._scheduler.add(job)
-
     def _deliver(
         self,
         sequence: Sequence,
@@ -243,21 +237,19 @@ class Engine:
         new: tuple[Sampled, ...] = (),
         error: str | None = None,
     ) -> None:
-        ended = finish is not None
-        if ended:
+        output = Output(
+            token_ids=tuple(token.token_id for token in new),
+            logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
+            finish_reason=finish,
+            error=error,
+        )
+        if finish is not None:
             with self._lock:
                 del self._open[sequence.number]
-            sequence.stopwatch.record(self._trace, f"request {sequence.number}", self._clock())
-        sequence.on_output(
-            Output(
-                token_ids=tuple(token.token_id for token in new),
-                logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
-                finish_reason=finish,
-                error=error,
-                timings=sequence.stopwatch.timings(sequence.transfer) if ended else None,
-                transfer=sequence.transfer if ended else None,
-            )
-        )
+            watch, moved = sequence.stopwatch, sequence.transfer
+            watch.record(self._trace, f"request {sequence.number}", self._clock())
+            output = replace(output, timings=watch.timings(moved), transfer=moved)
+        sequence.on_output(output)
 
     def _end(self, why: str) -> None:
         with self._lock:

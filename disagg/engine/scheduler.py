@@ -75,7 +75,7 @@ class Scheduler:
             sampling=sampling,
             max_tokens=max_tokens,
             stop_token_ids=frozenset((*end_token_ids, *sampling.stop_token_ids)),
-            remote=remote,
+            remote=remote and len(prompt) >= 2,
         )
 
     def new_job(self, job: int, token_ids: tuple[int, ...]) -> Sequence:
@@ -100,7 +100,7 @@ class Scheduler:
         to_fetch: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting[0]
-            if sequence.fetches and self.slots.num_free == 0:
+            if sequence.remote and self.slots.num_free == 0:
                 break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
             most_tokens = sequence.num_prompt_tokens + sequence.max_tokens
@@ -109,18 +109,16 @@ class Scheduler:
                 break
             sequence.page_indices = pages
             self.waiting.pop(0)
-            if sequence.fetches:
+            if sequence.remote:
                 self._take_slot(sequence)
                 to_fetch.append(sequence)
             else:
                 bisect.insort(self.running, sequence, key=attrgetter("arrival"))
         return to_fetch
 
-    def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
-        """The pages of positions 0..N-2: one less than those of the prompt where N = k * P + 1."""
-        return sequence.page_indices[
-            : pages_for(sequence.num_prompt_tokens - 1, self.cache.page_size)
-        ]
+    def job(self, number: int) -> Sequence:
+        """The prefill job of this number, which was not released yet."""
+        return next(s for s in (*self.running, *self.waiting) if s.is_job and s.number == number)
 
     def ready(self, sequence: Sequence) -> None:
         """KV of positions 0..N-2 has landed in the pages of a fetching sequence: let it decode."""

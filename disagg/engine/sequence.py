@@ -30,8 +30,8 @@ class Sequence:
 
     `tokens` is the prompt, then the output; of a job, which has no `sampling`, only those that it
     computes. `num_computed` of them have their KV in `page_indices`. `max_tokens` bounds the
-    output. `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way,
-    and `transfer` says what one that is over has moved.
+    output. `remote` asks for positions 0..N-2, of which there are some, to be fetched; `attempt`
+    names the fetch under way, and `transfer` says what one that is over has moved.
     """
 
     number: int
@@ -67,11 +67,6 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are known and wait to be computed."""
         return len(self.tokens) - self.num_computed
-
-    @property
-    def fetches(self) -> bool:
-        """Whether positions 0..N-2 come from a prefiller; a prompt of one token has none."""
-        return self.remote and self.num_prompt_tokens >= 2
 
     @property
     def is_decoding(self) -> bool:

@@ -16,7 +16,7 @@ so the number of writes does not depend on how a prompt is cut into chunks. Mess
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,9 @@ from disagg.messenger.sharding import Slice
 from disagg.transfer.interface import MemoryRegion, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
+
+#: From and into which region, bytes of each write, where they begin there and there.
+Writes = tuple[MemoryRegion, bytes, int, Offsets, Offsets]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +127,24 @@ class LayerWriter:
         attempt = self.attempts.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
+        if layer < self._memory.layout.num_layers:
+            what, writes = f"layer {layer}", self._layer_writes(attempt, chunk, layer)
+        else:
+            what, writes = "tail", self._tail_writes(attempt, chunk)
+        peer, imm = attempt.link.peer, attempt.request.imm
         try:
-            if layer < self._memory.layout.num_layers:
-                self._post_layer(attempt, chunk, layer)
-            elif chunk.tail_slot is not None:
-                self._post_tail(attempt, chunk.tail_slot)
+            for write in writes:
+                ticket = self._transfer.write_pages(peer, *write, imm)
+                now = self._clock()
+                attempt.first_post = min(attempt.first_post, now)
+                attempt.open_tickets[ticket] = what, len(write[-1]), now
         except TransferError as error:
             # Rule 6: a write that will not come becomes a message, or the decoder waits in vain.
             logger.warning("attempt %#x failed: %s", attempt.request.attempt_id, error)
             self.stop(attempt, str(error))
 
-    def _post_layer(self, attempt: Attempt, chunk: Span, layer: int) -> None:
+    def _layer_writes(self, attempt: Attempt, chunk: Span, layer: int) -> Iterator[Writes]:
+        """Of the pages that a chunk finishes."""
         layout, link, request = self._memory.layout, attempt.link, attempt.request
         first = chunk.first_token // layout.page_size
         end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
@@ -142,39 +152,24 @@ class LayerWriter:
             end = len(request.page_indices)
         if first >= end:
             return
-        src = layout.page_offsets(layer, np.fromiter(chunk.page_indices[first:end], np.int64))
-        dst = link.layout.page_offsets(
-            layer, np.fromiter(request.page_indices[first:end], np.int64)
-        )
-        group = link.hello.kv_regions[request.dp_rank * link.hello.tp :]
+        here = np.fromiter(chunk.page_indices[first:end], np.int64)
+        there = np.fromiter(request.page_indices[first:end], np.int64)
+        src, dst = layout.page_offsets(layer, here), link.layout.page_offsets(layer, there)
+        ours, theirs = self._memory.kv_regions, link.hello.kv_regions
+        group = theirs[request.dp_rank * link.hello.tp :]
         for s in attempt.slices:
-            here, there = self._memory.kv_regions[s.source_rank], group[s.destination_rank]
-            self._write(attempt, f"layer {layer}", here, there, s.nbytes, *s.offsets(src, dst))
+            offsets = s.offsets(src, dst)
+            yield ours[s.source_rank], group[s.destination_rank], s.nbytes, *offsets
 
-    def _post_tail(self, attempt: Attempt, slot: int) -> None:
-        tail, here, request = self._memory.tail, self._memory.tail_region, attempt.request
-        words = self._memory.tail_words(slot)
+    def _tail_writes(self, attempt: Attempt, chunk: Span) -> Iterator[Writes]:
+        if chunk.tail_slot is None:
+            return
+        tail, request = self._memory.tail, attempt.request
+        words = self._memory.tail_words(chunk.tail_slot)
         words[TailLayout.ATTEMPT_ID] = request.attempt_id
         words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
-        src, dst = (np.array([tail.slot_offset(s)]) for s in (slot, request.tail_slot))
-        there = attempt.link.hello.tail_region
-        self._write(attempt, "tail", here, there, tail.slot_bytes, src, dst)
-
-    def _write(
-        self,
-        attempt: Attempt,
-        what: str,
-        here: MemoryRegion,
-        there: bytes,
-        nbytes: int,
-        src: Offsets,
-        dst: Offsets,
-    ) -> None:
-        peer, imm = attempt.link.peer, attempt.request.imm
-        ticket = self._transfer.write_pages(peer, here, there, nbytes, src, dst, imm)
-        now = self._clock()
-        attempt.first_post = min(attempt.first_post, now)
-        attempt.open_tickets[ticket] = what, len(src), now
+        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
+        yield self._memory.tail_region, attempt.link.hello.tail_region, tail.slot_bytes, src, dst
 
     # --- Ends ---
 
