@@ -15,12 +15,13 @@ from disagg.messenger.messages import (
     Message,
     PrefillRequest,
     PrefillStopped,
+    Role,
     decode,
     encode,
 )
-from disagg.transfer.interface import MessageReceived
+from disagg.transfer.interface import MessageReceived, PeerLost
 from tests.adversarial import Connection, Write
-from tests.protocol_scenarios import Scenario, connected, ends
+from tests.protocol_scenarios import Scenario, Stranger, connected, ends
 from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, Code, World
 
 
@@ -388,6 +389,17 @@ def beats_are_no_greeting(code: Code) -> None:
         assert ("expected one Hello, and first" if beats else "silent for") in world.links[0][2]
 
 
+def another_release_is_refused_at_once(code: Code) -> None:
+    """Two that cannot read each other's messages do not wait for each other's silence."""
+    world = connected(27, code)
+    stranger = Stranger(world)
+    hello = encode(stranger.hello(Role.DECODER))
+    for _ in range(2):  # its Hello; then it says that it cannot read our Goodbye
+        stranger.transfer.send(stranger.peer, bytes((PROTOCOL_VERSION + 1,)) + hello[1:])
+        heard = stranger.hear()
+    assert any(isinstance(event, PeerLost) for event in heard), heard
+
+
 def a_second_name_is_not_a_second_prefiller(code: Code) -> None:
     """Rule 8: one prefiller under two addresses does not end its own connections for ever."""
     world = World(23, code=code, num_prefillers=2)
@@ -451,6 +463,7 @@ RARITIES: tuple[Scenario, ...] = (
     requests_that_make_no_sense_are_rejected,
     deeply_nested_message_is_malformed,
     beats_are_no_greeting,
+    another_release_is_refused_at_once,
     a_second_name_is_not_a_second_prefiller,
     refused_pairs_ask_less_and_less_often,
 )

@@ -306,12 +306,14 @@ def test_the_last_prompt_token_of_a_fetched_sequence_is_a_decode():
 
 def test_one_that_is_tried_again_starts_from_zero_and_without_pages():
     scheduler = make()
-    parted = add(scheduler, 1, 7, remote=True)
+    again = add(scheduler, 1, 7, remote=True)
     scheduler.admit()
-    owned = (parted.page_indices, parted.tail_slot)
-    again = Attempts(scheduler, None).try_again(parted, remote=True)
+    owned = (again.page_indices, again.tail_slot)
+    attempts = Attempts(scheduler, None)
+    attempts.try_again(5, again, remote=True)
     assert (again.page_indices, again.tail_slot, again.attempt) == ((), None, None)
     assert (again.num_computed, again.num_pending, again.retries) == (0, 7, 1)
+    parted = attempts._owners[5]
     assert (parted.page_indices, parted.tail_slot) == owned != ((), None)
 
 
@@ -320,7 +322,7 @@ def test_one_that_comes_back_gets_its_old_place():
     first, second, third = (add(scheduler, number, 9, remote=True) for number in (1, 2, 3))
     assert scheduler.admit() == [first, second]
     for sequence in (second, first):  # both failed, the later one first
-        Attempts(scheduler, None).try_again(sequence, remote=True)
+        Attempts(scheduler, None).try_again(sequence.number, sequence, remote=True)
     assert [sequence.number for sequence in scheduler.waiting] == [1, 2, 3]
     assert scheduler.waiting[2] is third
 

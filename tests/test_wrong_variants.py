@@ -278,22 +278,22 @@ VARIANTS = (
     Variant(
         "a layer is posted when the counter has passed it",
         "layer_writer",
-        "min(counter - step.base, num_layers + 1)",
-        "min(counter - step.base + 1, num_layers + 1)",
+        "min(counter - pace.base, num_layers + 1)",
+        "min(counter - pace.base + 1, num_layers + 1)",
         "without_faults",
     ),
     Variant(
         "every layer between is posted when the counter jumps",
         "layer_writer",
-        "range(step.next_layer, num_finished)",
-        "range(max(step.next_layer, num_finished - 1), num_finished)",
+        "range(pace.counter - pace.base, num_finished)",
+        "range(max(pace.counter - pace.base, num_finished - 1), num_finished)",
         "without_faults",
     ),
     Variant(
         "the tail waits for its own increment",
         "layer_writer",
-        "counter - step.base, num_layers + 1)",
-        "counter - step.base + (counter == step.base + num_layers), num_layers + 1)",
+        "counter - pace.base, num_layers + 1)",
+        "counter - pace.base + (counter == pace.base + num_layers), num_layers + 1)",
         "cancels_cross_everything",
     ),
     Variant(
@@ -320,8 +320,8 @@ VARIANTS = (
     Variant(
         "both chunks of a step are posted",
         "layer_writer",
-        "                for chunk in step.chunks:\n",
-        "                for chunk in step.chunks[:1]:\n",
+        "                for chunk in chunks:\n",
+        "                for chunk in chunks[:1]:\n",
         "without_faults",
     ),
     Variant(
@@ -360,6 +360,13 @@ VARIANTS = (
         "beats_are_no_greeting",
     ),
     Variant(
+        "5: who was refused and goes on is not waited for",
+        "messenger",
+        'self._close_peer(event.peer, "it goes on")',
+        "pass",
+        "another_release_is_refused_at_once",
+    ),
+    Variant(
         "5: an unanswered Cancel ends",
         "decoder",
         "elif attempt.state in (AttemptState.CANCELLING, AttemptState.DRAINING):",
@@ -390,8 +397,8 @@ VARIANTS = (
     Variant(
         "3: a peer that was given up says no more",
         "messenger",
-        "case MessageReceived() if event.peer not in self._closed:",
-        "case MessageReceived():",
+        "case MessageReceived() if event.peer in self._closed:",
+        "case MessageReceived() if False:",
         "rejected_after_posting_is_fenced",
     ),
     Variant(

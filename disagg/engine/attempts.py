@@ -2,8 +2,8 @@
 
 A fetched page is the attempt's from `on_fetch` until `KVEnded`, when nothing can land in it any
 more, however long that takes. Then it is the request's, if that still waits, or free. A request
-that was cancelled or whose attempt failed leaves at once, without its pages: they stay with the
-sequence that fetched, and a request that is tried again goes on as another.
+that was cancelled or whose attempt failed leaves at once, without its pages: if it is tried again,
+a copy of its sequence keeps them.
 
                       .------------------------------------- KVEnded -> gone: the sequence runs
     start (on_fetch) -+-- KVFailed -> parted: it owns pages -.
@@ -65,12 +65,13 @@ class Attempts:
         sequence.attempt = None
         return sequence
 
-    def try_again(self, parted: Sequence, *, remote: bool) -> Sequence:
-        """Queue its request from zero and for fresh pages: the old ones may still be written to."""
-        retries = parted.retries + 1
-        again = replace(parted, page_indices=(), tail_slot=None, remote=remote, retries=retries)
-        self._scheduler.add(again)
-        return again
+    def try_again(self, attempt: int, parted: Sequence, *, remote: bool) -> None:
+        """Queue it from zero and for fresh pages: the old ones may still be written to, and stay
+        with the attempt."""
+        self._owners[attempt] = replace(parted)
+        parted.page_indices, parted.tail_slot = (), None
+        parted.remote, parted.retries = remote, parted.retries + 1
+        self._scheduler.add(parted)
 
     def cancel(self, attempt: int) -> None:
         """Its request is not wanted any more."""

@@ -152,9 +152,7 @@ class Engine:
                     self._deliver(failed, FinishReason.ERROR, error=event.why)
                 elif failed is not None:
                     remote = event.then is hooks.NextStep.RETRY
-                    again = self._attempts.try_again(failed, remote=remote)
-                    with self._lock:
-                        self._open[again.number] = again
+                    self._attempts.try_again(event.attempt, failed, remote=remote)
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)
             case hooks.KVEnded():

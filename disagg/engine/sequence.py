@@ -5,12 +5,12 @@ A sequence is either a request that generates tokens or a prefill job that compu
 
     waiting -> running -> finished            a request that computes everything here
     waiting -> fetching -> running ...        a request that has positions 0..N-2 computed elsewhere
-                  '------> parted -> finished (the attempt failed; another goes on, from waiting)
+       ^----------'                           the attempt failed, and its pages stay with a copy
     waiting -> running -> finished            a job: runs until nobody reads its pages any more
 
 From each of them to finished: cancelled, or failed. A waiting or running sequence is in the list of
-that name, a fetching one has an `attempt`, one that is parted owns pages, one that is finished
-none.
+that name, a fetching one has an `attempt`. Running and fetching ones own pages, and so do those
+whose attempt was given up, until it ends.
 """
 
 from collections.abc import Callable

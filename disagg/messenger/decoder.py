@@ -224,14 +224,15 @@ class DecoderMessenger(Messenger):
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
             if found == attempt.fetch.attempt:
-                self._end(attempt, self._moved(attempt))
+                self._end(attempt, self._arrived(attempt))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
 
-    def _moved(self, attempt: Attempt) -> TransferStats:
-        """What an attempt whose last write was just counted has brought here."""
+    def _arrived(self, attempt: Attempt) -> TransferStats:
+        """The KV is whole, its last write was just counted: what was moved."""
         assert attempt.prefiller is not None, "moved by nobody"
+        attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         layout = self._memory.layout
         num_pages = self._memory.tp * layout.num_layers * len(fetch.page_indices)
@@ -281,6 +282,4 @@ class DecoderMessenger(Messenger):
     def _end(self, attempt: Attempt, moved: TransferStats | None = None) -> None:
         """Nothing can land any more; `moved` if the KV is whole."""
         del self._attempts[attempt.fetch.attempt]
-        if attempt.prefiller is not None and moved is not None:
-            attempt.prefiller.num_failures = 0
         self._post(KVEnded(attempt=attempt.fetch.attempt, transfer=moved))

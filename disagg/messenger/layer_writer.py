@@ -65,16 +65,6 @@ class Attempt:
     first_post: float = math.inf
 
 
-@dataclass(kw_only=True)
-class Step:
-    """A step the engine announced; layers below `next_layer` are posted."""
-
-    base: int
-    chunks: Sequence[Span]
-    pace: Pace
-    next_layer: int = 0
-
-
 class LayerWriter:
     """All attempts of a prefiller, from the first chunk to the last completed write.
 
@@ -90,7 +80,8 @@ class LayerWriter:
         self._read_counter = read_counter
         #: By attempt id, which is the job's number, too: those that still hold source pages.
         self.attempts: dict[int, Attempt] = {}
-        self._steps: deque[Step] = deque()
+        #: Announced and not at their ends; what `pace.counter` has counted is posted.
+        self._steps: deque[tuple[Pace, Sequence[Span]]] = deque()
         self.pause = math.inf
 
     def open(self, link: Link, request: PrefillRequest, slices: Sequence[Slice]) -> None:
@@ -100,7 +91,7 @@ class LayerWriter:
 
     def add_step(self, base: int, chunks: Sequence[Span]) -> None:
         """A step is about to run; from the engine's thread, in the order of the bases."""
-        self._steps.append(Step(base=base, chunks=chunks, pace=Pace(base, self._clock())))
+        self._steps.append((Pace(base, self._clock()), chunks))
 
     # --- Posting ---
 
@@ -109,16 +100,14 @@ class LayerWriter:
         num_layers = self._memory.layout.num_layers
         counter, now = self._read_counter(), self._clock()
         while self._steps:
-            step = self._steps[0]
+            pace, chunks = self._steps[0]
             # What follows the last layer are the tails.
-            num_finished = min(counter - step.base, num_layers + 1)
-            for layer in range(step.next_layer, num_finished):
-                for chunk in step.chunks:
+            num_finished = min(counter - pace.base, num_layers + 1)
+            for layer in range(pace.counter - pace.base, num_finished):
+                for chunk in chunks:
                     self._post_chunk(chunk, layer)
-                step.next_layer = layer + 1
-            if step.next_layer <= num_layers:
-                runs = step.next_layer < num_layers
-                self.pause = step.pace.pause(counter, now, layer_runs=runs)
+            if num_finished <= num_layers:
+                self.pause = pace.pause(counter, now, layer_runs=num_finished < num_layers)
                 return
             self._steps.popleft()
         self.pause = math.inf

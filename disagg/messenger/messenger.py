@@ -54,7 +54,7 @@ class Messenger(ABC):
         self._trace = wiring.trace
         #: Seconds for which each peer has said nothing.
         self._silence: dict[Peer, float] = {}
-        #: Peers given up whose PeerLost is still to come, and why.
+        #: Peers given up whose PeerLost is still to come, and why at first.
         self._closed: dict[Peer, str] = {}
         self._next_beat = self._last_look = self._clock()
 
@@ -75,7 +75,7 @@ class Messenger(ABC):
 
     def _close_peer(self, peer: Peer, why: str) -> None:
         """Give a peer up: what it said after that and lies here already must change nothing."""
-        self._closed[peer] = why
+        self._closed.setdefault(peer, why)
         self._transfer.close_peer(peer, why)
 
     def _watch_silence(self) -> None:
@@ -98,7 +98,9 @@ class Messenger(ABC):
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case MessageReceived() if event.peer not in self._closed:
+            case MessageReceived() if event.peer in self._closed:
+                self._close_peer(event.peer, "it goes on")  # it was at most refused, and knows it
+            case MessageReceived():
                 self._silence[event.peer] = 0.0
                 try:
                     self._on_message(event.peer, messages.decode(event.data))
