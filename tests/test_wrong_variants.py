@@ -235,8 +235,8 @@ VARIANTS = (
     Variant(
         "9: the policy is followed",
         "decoder",
-        "return NextStep(self._config.on_failure)",
-        "return NextStep.LOCAL",
+        "else NextStep(self._config.on_failure)",
+        "else NextStep.LOCAL",
         "policy_is_followed",
     ),
     Variant(

@@ -264,20 +264,17 @@ class DecoderMessenger(Messenger):
         """Tell the engine, unless it knows, that no KV will come; the caller moves the state."""
         if not attempt.is_wanted:
             return
-        then = NextStep.FAIL if permanent else self._next_step(attempt)
+        then = NextStep.FAIL if permanent else NextStep(self._config.on_failure)
+        # Rule 9: one retry for each prefiller there is, then the decoder computes by itself.
+        again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
+        if then is NextStep.RETRY and not again:
+            then = NextStep.LOCAL
         # A request that ends with the failure tells it to its client.
         level = logging.INFO if then is NextStep.FAIL else logging.WARNING
         logger.log(level, "attempt %#x failed (then %s): %s", attempt.fetch.attempt, then, why)
         if attempt.prefiller is not None:
             attempt.prefiller.num_failures += 1
         self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))
-
-    def _next_step(self, attempt: Attempt) -> NextStep:
-        """Rule 9. One retry for each prefiller there is, then the decoder computes by itself."""
-        if self._config.on_failure == "retry":
-            again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
-            return NextStep.RETRY if again else NextStep.LOCAL
-        return NextStep(self._config.on_failure)
 
     def _end(self, attempt: Attempt, moved: TransferStats | None = None) -> None:
         """Nothing can land any more; `moved` if the KV is whole."""

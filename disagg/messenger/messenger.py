@@ -7,7 +7,6 @@
 The halves are `decoder.py` and `prefiller.py`.
 """
 
-import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
@@ -20,8 +19,6 @@ from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.node_memory import NodeMemory
 from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,6 @@ class Messenger(ABC):
                 try:
                     self._on_message(event.peer, messages.decode(event.data))
                 except ProtocolError as error:
-                    logger.warning("peer %d: %s", event.peer, error)
                     if event.peer in self._greeted():
                         self._close_peer(event.peer, str(error))
                     else:  # of another version: shows it ours

@@ -131,6 +131,8 @@ class PrefillerMessenger(Messenger):
 
     def _on_peer_lost(self, peer: Peer, why: str) -> None:
         link = self._links.pop(peer, None)
-        if link is not None:
+        if link is None:
+            logger.warning("refused a caller: %s", why)
+        else:
             logger.info("decoder %d lost: %s", peer, why)
             self._writer.on_peer_lost(link, why)
