@@ -5,19 +5,21 @@ Neither imports the other. The engine calls `PrefillHooks` or `DecodeHooks`; the
 together.
 
     decoder    engine --on_fetch, on_cancel-------> messenger   (pages pinned, slot taken)
-               engine <--KVReady | KVFailed, KVStuck, KVReleased-- messenger
-    prefiller  engine <--StartPrefill, StopPrefill, ReleasePrefill-- messenger
+               engine <--KVFailed, KVStuck, at last KVEnded-- messenger
+    prefiller  engine <--StartPrefill, ReleasePrefill-------- messenger
                engine --on_step_scheduled(base, chunks)--> messenger
 
 Only the engine touches the page allocator. Pages named in an `on_fetch` belong to that attempt
-until the messenger says `KVReady` (now the request's) or `KVReleased` (free); pages of a prefill
-job belong to the job until `ReleasePrefill`.
+until the messenger says `KVEnded`, once for each attempt and after all else about it; pages of a
+prefill job belong to the job until `ReleasePrefill`.
 """
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from disagg.request import SamplingParams, TransferStats
 
 
 class NextStep(enum.StrEnum):
@@ -32,10 +34,10 @@ class NextStep(enum.StrEnum):
 class FetchKV:
     """One attempt to have a prompt prefilled elsewhere.
 
-    `attempt` is a number that the engine never uses twice (u32, increasing from 1).
-    `page_indices` lists the pages for prompt positions 0..N-2, `ceil((N-1) / page_size)` of them.
-    `retries` counts earlier attempts. `dp_rank` is the data-parallel group of ranks that has the
-    pages.
+    `attempt` is a number (u64) that no other attempt of any engine has: it names this one on both
+    nodes, in messages, in its tail and as a prefiller's job. `page_indices` lists the pages for
+    prompt positions 0..N-2, `ceil((N-1) / page_size)` of them. `retries` counts earlier attempts.
+    `dp_rank` is the data-parallel group of ranks that has the pages.
     """
 
     attempt: int
@@ -47,25 +49,29 @@ class FetchKV:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillChunk:
-    """Positions `[first_token, first_token + num_tokens)` of a job, computed in one step.
+class Span:
+    """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
 
-    `page_indices` lists all source pages of the job. The last chunk, which ends at position N-2,
-    has a `tail_slot`, which its step fills too; it is None in all other chunks.
+    `number` is the request's or, of a prefill job, the job's. `page_indices` holds every token up
+    to the span's last. `sampling` is set if the step samples a token after the last, which is
+    output token number `output_index` of its request (from 0). The last span of a job, which ends
+    at position N-2, has a `tail_slot`, where the step copies the last hidden state.
     """
 
-    job: int
+    number: int
     first_token: int
-    num_tokens: int
+    token_ids: tuple[int, ...]
     page_indices: tuple[int, ...]
-    tail_slot: int | None
+    sampling: SamplingParams | None = None
+    tail_slot: int | None = None
+    output_index: int = 0
 
 
 class PrefillHooks(Protocol):
     """What a prefiller's engine calls; returns at once."""
 
-    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
-        """A step is about to run that starts at layer counter `base`. Called before it runs."""
+    def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
+        """A step is about to run that starts at layer counter `base`, with these spans of jobs."""
 
 
 class DecodeHooks(Protocol):
@@ -75,46 +81,15 @@ class DecodeHooks(Protocol):
         """Pages and a tail slot are pinned for a prompt; have it prefilled elsewhere."""
 
     def on_cancel(self, attempt: int) -> None:
-        """Nobody wants this attempt's KV any more: answer `KVReleased` when nothing can land in it.
+        """Nobody wants this attempt's KV any more: let it end soon.
 
-        What the messenger had posted for it before (`KVReady`, `KVFailed`) crosses this call.
+        What the messenger had posted for it before, its end included, crosses this call.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferStats:
-    """What moved for a request: the attempt that succeeded, after `retries` that did not.
-
-    `prefiller` is HOST:PORT, `transport` how the writes came. In seconds, until this decoder's
-    messenger had counted the last write: `exposed` since the prefiller's forward pass of the last
-    chunk ended, when nothing but the transfer was left to do; `span` since the first write was
-    posted there. So `1 - exposed / span` of the transfer went on behind computing.
-
-    Both start on the prefiller's clock. The difference of the clocks is the smallest (received -
-    sent) of its heartbeats, so both are too short by the travel of the fastest one (on one host
-    some 50 us, more if the reader was late), and never below 0. None: no heartbeat has come yet.
-    """
-
-    prefiller: str
-    transport: str
-    writes: int
-    bytes: int
-    retries: int
-    exposed: float | None = None
-    span: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVReady:
-    """Every write of the attempt has landed and its tail carries its id: decode may start."""
-
-    attempt: int
-    transfer: TransferStats | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class KVFailed:
-    """The attempt will not complete. Its pages and slot stay its own until `KVReleased`."""
+    """The attempt will not complete. Its pages and slot stay its own until `KVEnded`."""
 
     attempt: int
     why: str
@@ -124,40 +99,36 @@ class KVFailed:
 @dataclass(frozen=True, kw_only=True)
 class KVStuck:
     """A lost prefiller hangs inside a copy into what this failed or cancelled attempt owns; nobody
-    knows how long. `KVReleased` still follows, if that process ever goes on or ends."""
+    knows how long. `KVEnded` still follows, if that process ever goes on or ends."""
 
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVReleased:
-    """Nothing can land in the pages and the tail slot of a failed or cancelled attempt any more."""
+class KVEnded:
+    """Nothing can land in the pages and the tail slot of the attempt any more.
+
+    With `transfer` every write has landed and the tail carries the attempt's id: if the request
+    still waits, decode may start. Without, the attempt has failed or was cancelled.
+    """
 
     attempt: int
+    transfer: TransferStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartPrefill:
-    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is the messenger's number."""
+    """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is its attempt's number."""
 
     job: int
     token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopPrefill:
-    """Schedule no further chunk of the job; keep its pages and slot."""
-
-    job: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReleasePrefill:
-    """No write reads the job's pages or its tail slot any more: free them (and drop the job)."""
+    """No write reads the job's pages or its tail slot any more, and none will: drop the job."""
 
     job: int
 
 
-EngineEvent = (
-    KVReady | KVFailed | KVStuck | KVReleased | StartPrefill | StopPrefill | ReleasePrefill
-)
+EngineEvent = KVFailed | KVStuck | KVEnded | StartPrefill | ReleasePrefill

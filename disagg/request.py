@@ -11,8 +11,6 @@ from typing import Annotated, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
-from disagg.hooks import TransferStats
-
 MAX_LOGPROBS = 20
 
 
@@ -84,12 +82,35 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransferStats:
+    """What moved for a request: the attempt that succeeded, after `retries` that did not.
+
+    `prefiller` is HOST:PORT, `transport` how the writes came. In seconds, until this decoder's
+    messenger had counted the last write: `exposed` since the prefiller's forward pass of the last
+    chunk ended, when nothing but the transfer was left to do; `span` since the first write was
+    posted there. So `1 - exposed / span` of the transfer went on behind computing.
+
+    Both start on the prefiller's clock. The difference of the clocks is the smallest (received -
+    sent) of its heartbeats, so both are too short by the travel of the fastest one (on one host
+    some 50 us, more if the reader was late), and never below 0. Both are 0 until one has come.
+    """
+
+    prefiller: str
+    transport: str
+    writes: int
+    bytes: int
+    retries: int
+    exposed: float
+    span: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timings:
     """Where a request's time went: seconds on the decoder's monotonic clock, read by its engine.
 
     queue              from `submit` until its prefill begins: it is asked of a prefiller, or a step
                        with the first part of its prompt starts here
-    prefill            from there until the engine has the KV of positions 0..N-2: `KVReady` is
+    prefill            from there until the engine has the KV of positions 0..N-2: `KVEnded` is
                        taken in, or the step ends that computed the last prompt token here. Failed
                        attempts, the prefiller's own queue and the transfer are part of it
     transfer           the end of the prefill that only waits for the transfer: from the end of the

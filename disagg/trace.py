@@ -1,6 +1,6 @@
 """A timeline of what a process did, as Chrome trace JSON, which Perfetto (ui.perfetto.dev) opens.
 
-    begin(track, key, name) ... end(track, key)   or   span(track, name, start, end)
+    span(track, name, start, end)    or, of what goes on one after another, lap(track, name)
     tracks    forward | ###0##1##2##3..  |        a track is a thread of the file; spans of one that
               layer writes | #0## #2##   |        overlap go to further lanes ("layer writes 2")
               layer writes 2 |  #1##     |
@@ -54,23 +54,11 @@ class Trace:
         self._process = process
         self._spans: list[Span] = []
         self._laps: dict[str, float] = {}
-        self._begun: dict[tuple[str, int], tuple[float, str, Details]] = {}
 
     def span(self, track: str, name: str, start: float, end: float, **details: str | float) -> None:
         """Something went on from `start` to `end`."""
         if self.on:
             self._spans.append((start, end, track, name, details))
-
-    def begin(self, track: str, key: int, name: str, **details: str | float) -> None:
-        """Something starts now; it is forgotten unless `end` names its track and key, too."""
-        if self.on:
-            self._begun[track, key] = (time.monotonic(), name, details)
-
-    def end(self, track: str, key: int) -> None:
-        """What has begun with this key ends now. Unknown: no-op."""
-        if self.on and (begun := self._begun.pop((track, key), None)):
-            start, name, details = begun
-            self.span(track, name, start, time.monotonic(), **details)
 
     def lap(self, track: str, name: str = "") -> None:
         """What went on since the last lap of this track is `name`; without, it is left out."""

@@ -29,6 +29,6 @@ def engine_balance(engine: Engine) -> Balance:
         free_pages=engine._scheduler.pages.num_free,
         free_tail_slots=engine._scheduler.slots.num_free,
         open_requests=len(engine._open),
-        open_jobs=len(engine._jobs),
+        open_jobs=sum(s.is_job for s in (*engine._scheduler.waiting, *engine._scheduler.running)),
         open_attempts=len(attempts._owners),
     )

@@ -156,7 +156,9 @@ def balance_of(node: Node) -> tuple[Balance, int]:
     """What is free and open in a node's engine and in its messenger."""
     messenger = node._messenger
     open_attempts = (
-        messenger._attempts if isinstance(messenger, DecoderMessenger) else messenger._writer
+        messenger._attempts
+        if isinstance(messenger, DecoderMessenger)
+        else messenger._writer.attempts
     )
     return engine_balance(node._engine), len(open_attempts)
 

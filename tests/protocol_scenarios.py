@@ -14,9 +14,11 @@ import numpy as np
 
 from disagg.kv_layout import PageOrder
 from disagg.messenger.messages import (
+    MAX_PROBE_PAGES,
     PROTOCOL_VERSION,
     Cancel,
     Goodbye,
+    Heartbeat,
     Hello,
     Message,
     PrefillRequest,
@@ -270,11 +272,11 @@ def silent_decoder_is_given_up(code: Code) -> None:
     node.stuck = True
     world.submit(8)
     world.run_fairly(0.3)
-    assert len(node.messenger._writer) == 1
+    assert len(node.messenger._writer.attempts) == 1
     for _ in range(20):
         world.now += CONFIG.peer_timeout / 10
         node.messenger.poll(0)
-    assert len(node.messenger._writer) == 0, "a silent decoder keeps its attempts"
+    assert len(node.messenger._writer.attempts) == 0, "a silent decoder keeps its attempts"
 
 
 def foreign_tail_is_seen(code: Code) -> None:
@@ -298,7 +300,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
     node.stuck = True
     world.submit(8)
     world.run_fairly(0.3)
-    assert len(node.messenger._writer) == 1
+    assert len(node.messenger._writer.attempts) == 1
     conn = world.network.connections[0]
     end = conn.ends.index(node.transfer)
     decoder = world.decode_node
@@ -307,7 +309,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
     node.messenger.poll(0)
     assert conn.lost[end], "two connections of one process live side by side"
     node.messenger.poll(0)
-    assert len(node.messenger._writer) == 0
+    assert len(node.messenger._writer.attempts) == 0
 
 
 def restarted_prefiller_serves_again(code: Code) -> None:
@@ -334,9 +336,8 @@ def answers_of_others_do_not_count(code: Code) -> None:
     world.run_fairly(0.3)
     messenger, transfer = world.decode_node.messenger, world.decode_node.transfer
     attempt = messenger._attempts[1]
-    own_id = messenger._attempt_id(attempt)
     other = next(p.peer for p in messenger._prefillers.ready() if p.peer != attempt.peer)
-    for peer, number in ((other, own_id), (attempt.peer, own_id ^ 1 << 40)):
+    for peer, number in ((other, 1), (attempt.peer, 1 << 40 | 1)):
         forged = PrefillStopped(attempt_id=number, permanent=True, why="forged")
         transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
         world.run_fairly(0.3)
@@ -373,9 +374,7 @@ def policy_is_followed(code: Code) -> None:
         other.stuck = False
         ends(world, client, within=CONFIG.peer_timeout + 2.0)
         assert client.ended == expected, f"{policy}: {client.ended}"
-        assert other.messenger._next_job == 1 + (policy == "retry"), (
-            "retried on the one that failed"
-        )
+        assert other.num_asked == (policy == "retry"), "retried on the one that failed"
         world.heal()
 
 
@@ -550,22 +549,40 @@ def probe_is_served(code: Code) -> None:
     wanted = ProbeRequest(attempt_id=1, page_bytes=32, num_pages=4, imm=7)
     assert ImmReached(imm=7) in probe.hear(wanted)
     assert (probe.target[:128] == 0).all() and (probe.target[128:] == 0xEE).all()
-    for changes in (
-        {"page_bytes": 0},
-        {"page_bytes": 1 << 30},
-        {"num_pages": 0},
-        {"num_pages": 1 << 31},
-        {"num_pages": 9},
+    for changes, why in (
+        ({"page_bytes": 1 << 30}, "outside its region"),
+        ({"num_pages": MAX_PROBE_PAGES + 1}, f"at most {MAX_PROBE_PAGES} pages"),
+        ({"num_pages": 9}, "outside its region"),
     ):
         answers = probe.hear(msgspec.structs.replace(wanted, **changes))
-        assert [type(m).__name__ for m in answers if "Heartbeat" not in type(m).__name__] == [
-            "PrefillStopped"
-        ], answers
-    ended = probe.hear(msgspec.structs.replace(wanted, imm=0))
-    assert any(isinstance(event, PeerLost) for event in ended), ended
+        [refused] = [answer for answer in answers if not isinstance(answer, Heartbeat)]
+        assert isinstance(refused, PrefillStopped) and why in refused.why, refused
+    for changes in ({"imm": 0}, {"page_bytes": 0}, {"num_pages": 0}):
+        stranger = Stranger(world)
+        stranger.hear(stranger.hello(Role.PROBE))
+        ended = stranger.hear(msgspec.structs.replace(wanted, **changes))
+        assert any(isinstance(event, PeerLost) for event in ended), ended
     served = world.submit(5)
     ends(world, served, within=2.0)
     assert served.ended == "ready"
+
+
+def cancels_of_others_do_not_count(code: Code) -> None:
+    """A decoder that names another's attempt neither stops it nor starts it once more."""
+    world = connected(18, code)
+    node = world.prefill_nodes[0]
+    node.stuck = True
+    client = world.submit(5)
+    world.run_fairly(0.3)
+    [attempt] = node.messenger._writer.attempts.values()
+    stranger = Stranger(world)
+    stranger.hear(stranger.hello(Role.DECODER), Cancel(attempt_id=1))
+    assert not attempt.is_stopped, "another's Cancel counted"
+    assert any(isinstance(heard, PeerLost) for heard in stranger.hear(attempt.request))
+    node.stuck = False
+    ends(world, client, within=2.0)
+    assert client.ended == "ready"
+    world.heal()
 
 
 def forged_messages_end_one_connection(code: Code) -> None:
@@ -622,8 +639,7 @@ def forged_messages_end_one_connection(code: Code) -> None:
         client = world.submit(8)
         world.run_fairly(0.3)
         [attempt] = world.decode_node.messenger._attempts.values()
-        attempt_id = world.decode_node.messenger._attempt_id(attempt)
-        forged = PrefillStopped(attempt_id=attempt_id, why="forged", posted=posted)
+        forged = PrefillStopped(attempt_id=attempt.fetch.attempt, why="forged", posted=posted)
         event = MessageReceived(peer=attempt.peer, data=encode(forged))
         world.decode_node.transfer.events.append(event)
         ends(world, client, within=2.0)
@@ -677,6 +693,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     a_limit_of_now_is_not_never,
     what_the_engine_refuses_is_told,
     probe_is_served,
+    cancels_of_others_do_not_count,
     forged_messages_end_one_connection,
     chaos,
 )

@@ -23,16 +23,13 @@ from disagg.config import MessengerConfig
 from disagg.hooks import (
     EngineEvent,
     FetchKV,
+    KVEnded,
     KVFailed,
-    KVReady,
-    KVReleased,
     KVStuck,
     NextStep,
-    PrefillChunk,
     ReleasePrefill,
+    Span,
     StartPrefill,
-    StopPrefill,
-    TransferStats,
 )
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
 from disagg.messenger.decoder import DecoderMessenger
@@ -42,6 +39,7 @@ from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.messenger.prefillers import Prefillers
 from disagg.messenger.sharding import page_of
+from disagg.request import TransferStats
 from disagg.transfer.imm_counter import ImmCounter
 from disagg.transfer.interface import Memory
 from tests.adversarial import Connection, FakeTransfer, Network, Write
@@ -216,7 +214,6 @@ class Job:
     pages: tuple[int, ...] = ()
     slot: int | None = None
     done: int = 0
-    stopped: bool = False
 
 
 class PrefillNode:
@@ -237,10 +234,11 @@ class PrefillNode:
         self.inbox: list[EngineEvent] = []
         self.jobs: dict[int, Job] = {}
         self.counter = self.rng.randrange(50)
-        self.chunks: list[PrefillChunk] | None = None
+        self.chunks: list[Span] | None = None
         self.layer = 0
         self.stuck = False
         self.refuses = False
+        self.num_asked = 0
         memory = self.storage.memory
         wiring = Wiring(
             transfer=self.transfer,
@@ -279,6 +277,7 @@ class PrefillNode:
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
         if isinstance(event, StartPrefill):
+            self.num_asked += 1
             num_pages = pages_for(len(event.token_ids) - 1, PAGE_SIZE)
             if self.refuses or num_pages > len(self.storage.page_owner):
                 raise ValueError("no such token, or too long")
@@ -291,8 +290,6 @@ class PrefillNode:
             match event:
                 case StartPrefill():
                     self.jobs[event.job] = Job(tokens=event.token_ids)
-                case StopPrefill():
-                    self.jobs[event.job].stopped = True
                 case ReleasePrefill():
                     del self.jobs[event.job]
                     self.storage.free(event.job)
@@ -302,7 +299,7 @@ class PrefillNode:
         chunks = []
         for number, job in self.jobs.items():
             last = len(job.tokens) - 1
-            if job.stopped or job.done == last or self.rng.random() < 0.3:
+            if job.done == last or self.rng.random() < 0.3:
                 continue
             if not job.pages:
                 taken = self.storage.take(number, pages_for(last, PAGE_SIZE), self.rng)
@@ -316,11 +313,11 @@ class PrefillNode:
                 if job.slot is None:
                     continue
             chunks.append(
-                PrefillChunk(
-                    job=number,
+                Span(
+                    number=number,
                     first_token=job.done,
-                    num_tokens=size,
-                    page_indices=job.pages,
+                    token_ids=job.tokens[job.done : job.done + size],
+                    page_indices=job.pages[: pages_for(job.done + size, PAGE_SIZE)],
                     tail_slot=job.slot if is_last else None,
                 )
             )
@@ -331,9 +328,9 @@ class PrefillNode:
     def compute_layer(self) -> None:
         assert self.chunks is not None
         for chunk in self.chunks:
-            tokens = self.jobs[chunk.job].tokens
+            tokens = self.jobs[chunk.number].tokens
             if self.layer < NUM_LAYERS:
-                for position in range(chunk.first_token, chunk.first_token + chunk.num_tokens):
+                for position in range(chunk.first_token, chunk.first_token + len(chunk.token_ids)):
                     page = chunk.page_indices[position // PAGE_SIZE]
                     self.storage.fill(tokens, self.layer, position, page)
             elif chunk.tail_slot is not None:
@@ -363,7 +360,7 @@ class Client:
 class DecodeNode:
     """A decoder process: messenger and a toy engine that checks every byte before it decodes."""
 
-    def __init__(self, world: World, tp: int, epoch: int) -> None:
+    def __init__(self, world: World, tp: int, epoch: int, first_attempt: int) -> None:
         self.world, self.rng, self.tp, self.dp = world, world.rng, tp, world.shards.decode_dp
         self.transfer = FakeTransfer(world.network, f"decoder {epoch}", world.code.imm_counter)
         self.storage = Storage(
@@ -378,9 +375,9 @@ class DecodeNode:
         self.inbox: list[EngineEvent] = []
         self.waiting: list[Client] = []
         self.fetching: dict[int, tuple[Client, FetchKV]] = {}
-        self.abandoned: dict[int, str] = {}  # attempts that await KVReleased, and why
+        self.abandoned: dict[int, str] = {}  # attempts that await KVEnded, and why
         self.decoding: list[int] = []
-        self.next_attempt = 1
+        self.next_attempt = first_attempt
         memory = self.storage.memory
         hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
         wiring = Wiring(
@@ -407,7 +404,7 @@ class DecodeNode:
     def take(self, event: EngineEvent) -> None:
         """What the real engine's `post` does."""
         self.inbox.append(event)
-        if isinstance(event, KVReady):
+        if isinstance(event, KVEnded) and event.transfer is not None:
             self.world.moved.append((event.transfer, self.world.now))
 
     def step(self) -> None:
@@ -442,16 +439,6 @@ class DecodeNode:
 
     def on_event(self, event: EngineEvent) -> None:
         match event:
-            case KVReady():
-                assert event.attempt not in self.abandoned or self.abandoned[event.attempt] == (
-                    "cancelled"
-                ), f"KVReady for attempt {event.attempt}, which failed"
-                if event.attempt in self.abandoned:
-                    return  # it crossed the cancel; KVReleased follows
-                client, fetch = self.fetching.pop(event.attempt)
-                self.check_kv(fetch, event.transfer)
-                self.decoding.append(event.attempt)
-                client.ended = "ready"
             case KVFailed():
                 if event.attempt in self.abandoned:
                     assert self.abandoned[event.attempt] == "cancelled", f"{event} said twice"
@@ -467,11 +454,16 @@ class DecodeNode:
             case KVStuck():
                 assert event.attempt in self.abandoned, f"{event} of an attempt not given up"
                 self.world.stuck.append(event.attempt)
-            case KVReleased():
-                assert event.attempt not in self.fetching, f"{event} of an attempt not given up"
-                # Unknown: a failed attempt's cancel crossed its end and was answered once more.
-                if self.abandoned.pop(event.attempt, None) is not None:
-                    self.storage.free(event.attempt)
+            case KVEnded() if event.attempt in self.abandoned:
+                why = self.abandoned.pop(event.attempt)
+                assert event.transfer is None or why == "cancelled", f"{event}, which failed"
+                self.storage.free(event.attempt)
+            case KVEnded():
+                client, fetch = self.fetching.pop(event.attempt)
+                assert event.transfer is not None, f"{event} of an attempt not given up"
+                self.check_kv(fetch, event.transfer)
+                self.decoding.append(event.attempt)
+                client.ended = "ready"
 
     def cancel(self, client: Client) -> None:
         if client.ended is not None:
@@ -575,7 +567,10 @@ class World:
         self.prefill_nodes: list[PrefillNode] = []
         for port in range(num_prefillers):
             self.prefill_nodes.append(PrefillNode(self, ("host", port), self.new_epoch()))
-        self.decode_nodes = [DecodeNode(self, tp, self.new_epoch()) for tp in shards.decode_tps]
+        self.decode_nodes = [
+            DecodeNode(self, tp, self.new_epoch(), first_attempt=1 + 1000 * number)
+            for number, tp in enumerate(shards.decode_tps)
+        ]
         self.decode_node = self.decode_nodes[0]
 
     def clock(self) -> float:
@@ -677,7 +672,7 @@ class World:
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
-                assert len(node.messenger._writer) == 0, "attempts left open"
+                assert len(node.messenger._writer.attempts) == 0, "attempts left open"
                 assert node.storage.balanced, (
                     f"prefiller pages {node.storage.page_owner} left in use"
                 )
@@ -696,7 +691,7 @@ class World:
             assert imm not in used, f"imm {imm} reused"
             self.asked[id(conn), imm] = Asked(
                 node=node,
-                attempt=message.attempt_id & 0xFFFFFFFF,
+                attempt=message.attempt_id,
                 pages=set(pages),
                 slot=message.tail_slot,
                 ranks=range(first_rank, first_rank + node.tp),

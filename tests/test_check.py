@@ -9,14 +9,13 @@ import threading
 import msgspec
 import pytest
 
-from disagg.messenger import admission, messages
-from disagg.messenger import prefiller as prefiller_module
-from disagg.messenger.admission import check_probe
-from disagg.messenger.node_memory import probe_pattern
+from disagg.messenger import messages
+from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
+from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.serve import check as check_module
 from disagg.serve.check import check
 from disagg.serve.options import decode_parser
-from disagg.transfer.interface import MessageReceived, Pages
+from disagg.transfer.interface import MessageReceived, Pages, WritesDone
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
@@ -211,20 +210,24 @@ def test_bytes_that_changed_on_the_way_are_seen(look, model):
 
 
 def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypatch):
-    def write_first(probe, scratch_bytes):
-        if probe.page_bytes > scratch_bytes:
-            ((peer, link),) = started._messenger._links.items()
-            scratch = started._messenger._memory.scratch_region
-            write(started._transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
-        check_probe(probe, scratch_bytes)
+    on_probe = PrefillerMessenger._on_probe
 
-    monkeypatch.setattr(prefiller_module, "check_probe", write_first)
+    def write_first(messenger, peer, link, probe):
+        if probe.page_bytes > PROBE_BYTES:
+            scratch = started._messenger._memory.scratch_region
+            transfer = started._transfer
+            ticket = write(transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
+            while WritesDone(ticket) not in transfer.poll(0.01):  # or the refusal is there first
+                pass
+        on_probe(messenger, peer, link, probe)
+
+    monkeypatch.setattr(PrefillerMessenger, "_on_probe", write_first)
     with node(model) as started:
         assert "64 bytes are wrong although a refusal of 1 writes" in failure(look(started.address))
 
 
 def test_what_is_not_refused_is_seen(look, model, monkeypatch):
-    monkeypatch.setattr(admission, "MAX_PROBE_PAGES", 1 << 20)
+    monkeypatch.setattr(messages, "MAX_PROBE_PAGES", 1 << 20)
     with node(model) as started:
         assert "expected a refusal of 65537 writes of 1 bytes, got ImmReached(" in failure(
             look(started.address, patience=0.5)

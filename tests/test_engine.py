@@ -15,24 +15,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.config import CacheConfig
+from disagg.engine.attempts import Attempts
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
 from disagg.engine.stopwatch import Stopwatch
 from disagg.hooks import (
+    KVEnded,
     KVFailed,
-    KVReady,
-    KVReleased,
     KVStuck,
     NextStep,
     ReleasePrefill,
     StartPrefill,
-    StopPrefill,
-    TransferStats,
 )
 from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
-from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from disagg.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+    TransferStats,
+)
 from tests.balance import engine_balance
 from tests.fake_model import (
     fake_config,
@@ -45,6 +50,9 @@ from tests.tiny_models import greedy, loaded, make_tiny_llama
 
 P = 4
 CONFIG = fake_config()
+MOVED = TransferStats(
+    prefiller="a:1", transport="shm", writes=7, bytes=9, retries=0, exposed=0.5, span=2.0
+)
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -82,6 +90,7 @@ class Replica:
             decode_hooks=decode_hooks,
             clock=clock,
         )
+        self.engine._attempts._numbers = itertools.count(1)
         self.idle = engine_balance(self.engine)
         self.numbers = itertools.count(1)
 
@@ -155,12 +164,12 @@ class Messenger:
         """Copy what the prefiller has finished, as raw bytes."""
         for chunk in self.finished_jobs:
             self.copy(chunk)
-            self.decoder.engine.post(KVReady(attempt=chunk.job))
-            self.prefiller.engine.post(ReleasePrefill(job=chunk.job))
+            self.decoder.engine.post(KVEnded(attempt=chunk.number, transfer=MOVED))
+            self.prefiller.engine.post(ReleasePrefill(job=chunk.number))
         self.finished_jobs = []
 
     def copy(self, chunk) -> None:
-        fetch = self.fetches[chunk.job]
+        fetch = self.fetches[chunk.number]
         source, target = self.prefiller.runner.kv_cache, self.decoder.runner.kv_cache
         for ours, theirs in zip(source.layers, target.layers, strict=True):
             theirs[list(fetch.page_indices)] = ours[list(chunk.page_indices)]
@@ -295,7 +304,7 @@ def test_a_fetched_tail_slot_is_free_again_after_the_first_step_that_reads_it():
     messenger, number = lost_fetch(max_tokens=5)
     decoder = messenger.decoder
     assert engine_balance(decoder.engine).free_tail_slots == 3
-    decoder.engine.post(KVReady(attempt=1))
+    decoder.engine.post(KVEnded(attempt=1, transfer=MOVED))
     decoder.step()
     assert len(decoder.tokens[number]) == 1
     assert number not in decoder.ends
@@ -323,15 +332,16 @@ def test_chunks_are_announced_before_the_step_with_the_counter_at_its_start():
     chunks = [chunk for _, (chunk,) in messenger.steps]
     assert [base for base, _ in messenger.steps] == [3, 6, 9]
     assert calls[:6] == [1, 1, 2, 2, 3, 3], "a step ran before it was announced"
-    assert [(c.job, c.first_token, c.num_tokens) for c in chunks] == [
+    assert [(c.number, c.first_token, len(c.token_ids)) for c in chunks] == [
         (7, 0, 3),
         (7, 3, 3),
         (7, 6, 2),
     ]
     assert [c.tail_slot is not None for c in chunks] == [False, False, True]
     assert [c.tail_slot is None for c in chunks] == [True, True, False]
-    assert {c.page_indices for c in chunks} == {chunks[0].page_indices}
-    assert len(chunks[0].page_indices) == 2
+    pages = chunks[-1].page_indices
+    assert [c.page_indices for c in chunks] == [pages[:1], pages[:2], pages]
+    assert len(pages) == 2
 
 
 def test_a_jobs_pages_stay_until_it_is_released():
@@ -340,33 +350,27 @@ def test_a_jobs_pages_stay_until_it_is_released():
     replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(13)))
     replica.engine.post(StartPrefill(job=2, token_ids=prompt_of(9)))
     replica.run()
-    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1]
+    assert [c.number for _, chunks in messenger.steps for c in chunks] == [1]
     assert engine_balance(replica.engine).free_pages == 1
     replica.engine.post(ReleasePrefill(job=1))
     replica.run()
-    assert [c.job for _, chunks in messenger.steps for c in chunks] == [1, 2]
+    assert [c.number for _, chunks in messenger.steps for c in chunks] == [1, 2]
     replica.engine.post(ReleasePrefill(job=2))
-    replica.engine.post(ReleasePrefill(job=2))
-    replica.engine.post(StopPrefill(job=2))
     replica.run()
     messenger.check_balance()
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
-def test_a_stopped_job_runs_no_further_chunk_and_keeps_its_pages(num_steps):
+def test_a_released_job_runs_no_further_chunk(num_steps):
     messenger = Messenger(budget=P)
     replica = messenger.prefiller
     replica.engine.post(StartPrefill(job=1, token_ids=prompt_of(12)))
     for _ in range(num_steps):
         replica.step()
     before = list(messenger.steps)
-    free = engine_balance(replica.engine).free_pages
-    replica.engine.post(StopPrefill(job=1))
-    replica.run()
-    assert messenger.steps == before
-    assert engine_balance(replica.engine).free_pages == free
     replica.engine.post(ReleasePrefill(job=1))
     replica.run()
+    assert messenger.steps == before
     messenger.check_balance()
     other = replica.submit(prompt_of(5), 3)
     replica.run()
@@ -424,14 +428,11 @@ def test_times_and_what_was_moved_of_a_request_that_is_fetched():
     clock.now += 3
     replica.run()
     clock.now += 7
-    moved = TransferStats(
-        prefiller="a:1", transport="shm", writes=7, bytes=9, retries=0, exposed=0.5
-    )
-    replica.engine.post(KVReady(attempt=1, transfer=moved))
+    replica.engine.post(KVEnded(attempt=1, transfer=MOVED))
     replica.run()
     last = replica.last[number]
     assert seconds(last) == (3, 7, 12)
-    assert (last.timings.transfer, last.transfer) == (0.5, moved)
+    assert (last.timings.transfer, last.transfer) == (0.5, MOVED)
     assert last.timings.inter_token_mean is None
 
 
@@ -490,7 +491,7 @@ def test_a_failed_fetch_is_computed_here_in_fresh_pages():
     assert (stats.free_pages, stats.free_tail_slots) == (36, 3), "the attempt's pages and slot"
     assert stats.open_attempts == 1
     assert sorted(messenger.fetches) == [1]
-    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.decoder.engine.post(KVEnded(attempt=1))
     messenger.run()
     messenger.check_balance()
 
@@ -506,9 +507,14 @@ def test_a_failed_fetch_is_fetched_again_under_a_new_number():
     assert (first.retries, second.retries) == (0, 1)
     assert not set(first.page_indices) & set(second.page_indices)
     assert first.tail_slot != second.tail_slot
-    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.decoder.engine.post(KVEnded(attempt=1))
     messenger.run()
     messenger.check_balance()
+
+
+def test_attempts_of_two_engines_have_different_numbers():
+    attempts = [Attempts(fake_scheduler(CacheConfig(num_pages=1)), None) for _ in range(2)]
+    assert len({next(each._numbers) >> 20 for each in attempts}) == 2
 
 
 def test_a_failed_fetch_can_fail_the_request_with_its_cause():
@@ -517,7 +523,7 @@ def test_a_failed_fetch_can_fail_the_request_with_its_cause():
     messenger.run()
     assert messenger.decoder.ends == {number: (FinishReason.ERROR, "gone")}
     assert engine_balance(messenger.decoder.engine).free_pages == 36
-    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.decoder.engine.post(KVEnded(attempt=1))
     messenger.run()
     messenger.check_balance()
 
@@ -529,7 +535,7 @@ def test_a_retry_that_does_not_fit_beside_the_old_pages_waits(then):
     messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=then))
     messenger.run()
     assert messenger.decoder.ends == {}
-    messenger.decoder.engine.post(KVReleased(attempt=1))
+    messenger.decoder.engine.post(KVEnded(attempt=1))
     messenger.run()
     assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
     messenger.check_balance()
@@ -556,17 +562,15 @@ def test_what_does_not_fit_beside_stuck_pages_ends_and_the_rest_goes_on(then, li
         assert finish is FinishReason.ERROR and "a prefiller hangs" in why
     assert decoder.ends[small][0] is FinishReason.LENGTH, "others wait behind it"
     messenger.scribble([1])
-    decoder.engine.post(KVReleased(attempt=1))
+    decoder.engine.post(KVEnded(attempt=1))
     after = decoder.submit(prompt_of(9), 4)
     messenger.run()
     assert decoder.tokens[after] == fake_greedy(CONFIG, prompt_of(9), 4)
     messenger.check_balance()
-    decoder.engine.post(KVStuck(attempt=1))
-    messenger.run()
-    messenger.check_balance()
 
 
-def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages():
+@pytest.mark.parametrize("moved", [None, MOVED])
+def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages(moved):
     messenger, number = lost_fetch()
     engine = messenger.decoder.engine
     engine.cancel(number)
@@ -575,27 +579,19 @@ def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages():
     assert messenger.decoder.ends == {number: (FinishReason.CANCELLED, None)}
     assert messenger.cancelled == [1]
     assert engine_balance(engine).free_pages == 36
-    for stale in (
-        KVReady(attempt=1),
-        KVFailed(attempt=1, why="gone", then=NextStep.RETRY),
-        KVReady(attempt=1),
-    ):
-        engine.post(stale)
+    for then in NextStep:
+        engine.post(KVFailed(attempt=1, why="gone", then=then))
         messenger.decoder.run()
         assert engine_balance(engine).free_pages == 36
-    engine.post(KVReleased(attempt=1))
+    engine.post(KVEnded(attempt=1, transfer=moved))
     messenger.run()
     messenger.check_balance()
-    for stale in (KVReleased(attempt=1), KVReady(attempt=1), KVReleased(attempt=77)):
-        engine.post(stale)
-        messenger.run()
-        messenger.check_balance()
 
 
-def test_a_release_of_what_is_still_waited_for_is_an_error():
+def test_an_end_without_kv_of_what_is_still_waited_for_is_an_error():
     messenger, _ = lost_fetch()
-    messenger.decoder.engine.post(KVReleased(attempt=1))
-    with pytest.raises(AssertionError, match="attempt 1 is released, but still waited for"):
+    messenger.decoder.engine.post(KVEnded(attempt=1))
+    with pytest.raises(AssertionError, match=r"attempt=1.* still waited for"):
         messenger.decoder.step()
 
 
@@ -648,7 +644,7 @@ def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions,
     released: set[int] = set()
 
     def unreleased() -> list[int]:
-        return sorted({*failed, *messenger.cancelled} - released)
+        return sorted({*failed, *messenger.cancelled} - released - handed_over)
 
     def live() -> list[int]:
         return sorted({*messenger.fetches} - {*failed, *messenger.cancelled} - handed_over)
@@ -664,17 +660,16 @@ def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions,
             attempt = random.choice(live())
             then = random.choice(list(NextStep))
             decoder.engine.post(KVFailed(attempt=attempt, why="test", then=then))
-            prefiller.engine.post(StopPrefill(job=attempt))
             failed.add(attempt)
         elif action == "release" and unreleased():
             attempt = random.choice(unreleased())
             prefiller.engine.post(ReleasePrefill(job=attempt))
-            decoder.engine.post(KVReleased(attempt=attempt))
+            decoder.engine.post(KVEnded(attempt=attempt))
             released.add(attempt)
         elif action == "hand over":
-            done = [chunk for chunk in messenger.finished_jobs if chunk.job in live()]
+            done = [chunk for chunk in messenger.finished_jobs if chunk.number in live()]
             messenger.finished_jobs = done
-            handed_over.update(chunk.job for chunk in done)
+            handed_over.update(chunk.number for chunk in done)
             messenger.hand_over()
         elif action == "prefill":
             prefiller.step()

@@ -5,8 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from disagg.hooks import TransferStats
-from disagg.request import FinishReason, Output, Request, SamplingParams, Timings, TokenLogprobs
+from disagg.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    Timings,
+    TokenLogprobs,
+    TransferStats,
+)
 from disagg.serve.answer import Answer
 from disagg.serve.report import as_json, summary
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from disagg.config import CacheConfig
-from disagg.engine.scheduler import Span
+from disagg.hooks import Span
 from disagg.kv_layout import PageOrder
 from disagg.request import SamplingParams
 from tests.fake_model import FakeModel, fake_config, fake_greedy, fake_hidden, fake_runner
@@ -15,6 +15,7 @@ PROMPT = (7, 3, 9, 1, 4, 4, 8, 2, 6, 5)
 
 def span(first_token, token_ids, page_indices, *, samples=False, tail_slot=None) -> Span:
     return Span(
+        number=1,
         first_token=first_token,
         token_ids=tuple(token_ids),
         page_indices=tuple(page_indices),

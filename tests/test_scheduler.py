@@ -1,5 +1,7 @@
 """The scheduler: which ranges run, who waits, who is refused; checked after every step."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,10 +53,7 @@ def run_step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     for sequence, span in step:
         ranges.append((sequence.number, span.first_token, len(span.token_ids)))
         sequence.num_computed += len(span.token_ids)
-        if sequence.is_job:
-            if sequence.num_pending == 0:
-                scheduler.hold(sequence)
-        else:
+        if not sequence.is_job:
             scheduler.free_tail_slot(sequence)
             if span.sampling:
                 sequence.accept(0)
@@ -100,9 +99,9 @@ def check_ownership(scheduler: Scheduler, *others: Sequence) -> None:
     assert all(not sequence.page_indices for sequence in scheduler.waiting)
 
 
-def held_among(scheduler: Scheduler, sequences: list[Sequence]) -> list[Sequence]:
-    """Jobs that are not scheduled any more, but own pages."""
-    return [s for s in sequences if s.is_job and s.page_indices and s not in scheduler.running]
+def computed_jobs(scheduler: Scheduler) -> list[Sequence]:
+    """Jobs that have nothing left to compute, but own pages."""
+    return [s for s in scheduler.running if s.is_job and s.num_pending == 0]
 
 
 JOBS = st.tuples(st.just("job"), st.integers(2, 20), st.just(0))
@@ -139,15 +138,15 @@ def test_any_mix_of_work_is_served_and_gives_everything_back(
         if todo and random.random() < 0.5:
             scheduler.add(todo.pop(0))
         fetching += scheduler.admit()
-        held = held_among(scheduler, everything)
-        check_ownership(scheduler, *fetching, *held)
+        check_ownership(scheduler, *fetching)
         ran = run_step(scheduler)
         if fetching and random.random() < 0.5:
             scheduler.ready(fetching.pop(random.randrange(len(fetching))))
-        if held and (random.random() < 0.3 or not ran):
-            scheduler.release(random.choice(held))
+        computed = computed_jobs(scheduler)
+        if computed and (random.random() < 0.3 or not ran):
+            scheduler.release(random.choice(computed))
         unfinished = [*todo, *fetching, *scheduler.waiting, *scheduler.running]
-        if not unfinished and not held_among(scheduler, everything):
+        if not unfinished:
             break
     else:
         raise AssertionError(f"not served: {unfinished}")
@@ -237,7 +236,7 @@ def test_a_last_chunk_waits_for_a_tail_slot_and_others_go_on():
     jobs = [add_job(scheduler, number, length) for number, length in [(1, 4), (2, 6), (3, 14)]]
     scheduler.admit()
     assert run_step(scheduler) == [(1, 0, 3), (3, 0, 5)]
-    assert held_among(scheduler, jobs) == [jobs[0]]
+    assert computed_jobs(scheduler) == [jobs[0]]
     assert run_step(scheduler) == []
     scheduler.release(jobs[0])
     assert run_step(scheduler) == [(2, 0, 5), (3, 5, 3)]
@@ -259,7 +258,10 @@ def test_what_is_fetched_are_the_prefillers_pages(length, count):
     scheduler = make(num_pages=20)
     sequence = add(scheduler, 1, length, max_tokens=5, remote=True)
     assert scheduler.admit() == [sequence]
-    assert scheduler.pages_to_fetch(sequence) == sequence.page_indices[:count]
+    fetches = []
+    hooks = SimpleNamespace(on_fetch=fetches.append)
+    Attempts(scheduler, hooks).start(sequence)
+    assert fetches[0].page_indices == sequence.page_indices[:count]
     assert len(sequence.page_indices) == pages_for(length + 5, P)
 
 
@@ -304,12 +306,14 @@ def test_the_last_prompt_token_of_a_fetched_sequence_is_a_decode():
 
 def test_one_that_is_tried_again_starts_from_zero_and_without_pages():
     scheduler = make()
-    parted = add(scheduler, 1, 7, remote=True)
+    again = add(scheduler, 1, 7, remote=True)
     scheduler.admit()
-    owned = (parted.page_indices, parted.tail_slot)
-    again = Attempts(scheduler, None).try_again(parted, remote=True)
+    owned = (again.page_indices, again.tail_slot)
+    attempts = Attempts(scheduler, None)
+    attempts.try_again(5, again, remote=True)
     assert (again.page_indices, again.tail_slot, again.attempt) == ((), None, None)
     assert (again.num_computed, again.num_pending, again.retries) == (0, 7, 1)
+    parted = attempts._owners[5]
     assert (parted.page_indices, parted.tail_slot) == owned != ((), None)
 
 
@@ -318,7 +322,7 @@ def test_one_that_comes_back_gets_its_old_place():
     first, second, third = (add(scheduler, number, 9, remote=True) for number in (1, 2, 3))
     assert scheduler.admit() == [first, second]
     for sequence in (second, first):  # both failed, the later one first
-        Attempts(scheduler, None).try_again(sequence, remote=True)
+        Attempts(scheduler, None).try_again(sequence.number, sequence, remote=True)
     assert [sequence.number for sequence in scheduler.waiting] == [1, 2, 3]
     assert scheduler.waiting[2] is third
 

@@ -1,31 +1,32 @@
 """Attempts to have prompts prefilled elsewhere, and the pages that others may write into meanwhile.
 
-A fetched page is the attempt's from `on_fetch` on. `KVReady` makes it the request's; otherwise it
-is free only at `KVReleased`, when nothing can land in it any more, however long that takes. A
-request that was cancelled or whose attempt failed leaves at once, without its pages: they stay with
-the sequence that fetched, and a request that is tried again goes on as another.
+A fetched page is the attempt's from `on_fetch` until `KVEnded`, when nothing can land in it any
+more, however long that takes. Then it is the request's, if that still waits, or free. A request
+that was cancelled or whose attempt failed leaves at once, without its pages: if it is tried again,
+a copy of its sequence keeps them.
 
-                      .-- KVReady ----> gone: the sequence runs
-    start (on_fetch) -+-- KVFailed ---> parted: it only owns pages -.
-                      '-- cancel -----> parted: it only owns pages -'- KVReleased -> gone: free
+                      .------------------------------------- KVEnded -> gone: the sequence runs
+    start (on_fetch) -+-- KVFailed -> parted: it owns pages -.
+                      '-- cancel ---> parted: it owns pages -'- KVEnded -> gone: free
 
-If the release may never come (`KVStuck`), requests that do not fit beside are not kept waiting.
+If the end may never come (`KVStuck`), requests that do not fit beside are not kept waiting.
 """
 
 import itertools
+import secrets
 from dataclasses import replace
 
 from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import Sequence
 from disagg.hooks import DecodeHooks, FetchKV
+from disagg.kv_layout import pages_for
 
 
 class Attempts:
     """All attempts whose pages are not a running request's or free; the engine thread's alone.
 
-    Events may name attempts that are not known here, or that nobody waits for: answers that
-    crossed a cancel. Ignoring them is harmless. Numbers never come back, so they cannot mean
-    another attempt, and what may still land does so in pages that wait for `KVReleased`.
+    Every attempt ends once. Events before may name one that nobody waits for: they crossed a
+    cancel, and ignoring them is harmless, for its pages wait for the end.
     """
 
     def __init__(self, scheduler: Scheduler, hooks: DecodeHooks | None) -> None:
@@ -35,7 +36,8 @@ class Attempts:
         self._owners: dict[int, Sequence] = {}
         #: Which of them may never be released.
         self._stuck: set[int] = set()
-        self._numbers = itertools.count(1)
+        # From anywhere: those of several decoders meet at a prefiller.
+        self._numbers = itertools.count(secrets.randbits(63))
 
     def start(self, sequence: Sequence) -> None:
         """Have positions 0..N-2 of a sequence that has its pages computed elsewhere."""
@@ -43,38 +45,33 @@ class Attempts:
         assert self._hooks is not None, f"request {sequence.number} fetches without a messenger"
         attempt = sequence.attempt = next(self._numbers)
         self._owners[attempt] = sequence
+        # One less than those of the prompt where N = k * P + 1.
+        num_pages = pages_for(sequence.num_prompt_tokens - 1, self._scheduler.cache.page_size)
         self._hooks.on_fetch(
             FetchKV(
                 attempt=attempt,
                 token_ids=tuple(sequence.tokens),
-                page_indices=self._scheduler.pages_to_fetch(sequence),
+                page_indices=sequence.page_indices[:num_pages],
                 tail_slot=sequence.tail_slot,
                 retries=sequence.retries,
             )
         )
 
-    def on_ready(self, attempt: int) -> Sequence | None:
-        """Everything has landed: let the request decode, and return it if it still waits."""
-        sequence = self.part(attempt)
-        if sequence is not None:
-            del self._owners[attempt]
-            self._scheduler.ready(sequence)
-        return sequence
-
     def part(self, attempt: int) -> Sequence | None:
         """Who waits for an attempt, but no longer; it keeps the pages. None if nobody does."""
-        sequence = self._owners.get(attempt)
-        if sequence is None or sequence.attempt is None:
+        sequence = self._owners[attempt]
+        if sequence.attempt is None:
             return None
         sequence.attempt = None
         return sequence
 
-    def try_again(self, parted: Sequence, *, remote: bool) -> Sequence:
-        """Queue its request from zero and for fresh pages: the old ones may still be written to."""
-        retries = parted.retries + 1
-        again = replace(parted, page_indices=(), tail_slot=None, remote=remote, retries=retries)
-        self._scheduler.add(again)
-        return again
+    def try_again(self, attempt: int, parted: Sequence, *, remote: bool) -> None:
+        """Queue it from zero and for fresh pages: the old ones may still be written to, and stay
+        with the attempt."""
+        self._owners[attempt] = replace(parted)
+        parted.page_indices, parted.tail_slot = (), None
+        parted.remote, parted.retries = remote, parted.retries + 1
+        self._scheduler.add(parted)
 
     def cancel(self, attempt: int) -> None:
         """Its request is not wanted any more."""
@@ -93,9 +90,12 @@ class Attempts:
             return waiting[0]
         return None
 
-    def on_released(self, attempt: int) -> None:
-        """Nothing can land any more: free what a failed or cancelled attempt still owns."""
-        owner = self._owners.pop(attempt, None)
-        if owner is not None:  # else it runs, or was freed already
-            assert owner.attempt is None, f"attempt {attempt} is released, but still waited for"
+    def end(self, attempt: int) -> Sequence | None:
+        """Nothing can land any more: let the request decode, and return it if it still waits; else
+        free what the attempt owns."""
+        ready, owner = self.part(attempt), self._owners.pop(attempt)
+        if ready is None:
             self._scheduler.release(owner)
+        else:
+            self._scheduler.ready(ready)
+        return ready

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from disagg import hooks
@@ -26,8 +27,9 @@ from disagg.engine.attempts import Attempts
 from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
-from disagg.engine.scheduler import Scheduler, Span, Step
+from disagg.engine.scheduler import Scheduler
 from disagg.engine.sequence import OnOutput, Sequence
+from disagg.hooks import Span
 from disagg.request import FinishReason, Output, Request
 from disagg.trace import Trace
 
@@ -69,7 +71,6 @@ class Engine:
         self._numbers = itertools.count(1)
 
         # The engine thread's alone.
-        self._jobs: dict[int, Sequence] = {}
         self._attempts = Attempts(scheduler, decode_hooks)
 
     # From any thread
@@ -101,7 +102,7 @@ class Engine:
         """
         if isinstance(event, hooks.StartPrefill):
             job = self._scheduler.new_job(event.job, event.token_ids)
-            self._inbox.put(partial(self._start_job, job))
+            self._inbox.put(partial(self._scheduler.add, job))
         else:
             self._inbox.put(partial(self._handle, event))
 
@@ -145,32 +146,24 @@ class Engine:
 
     def _handle(self, event: hooks.EngineEvent) -> None:
         match event:
-            case hooks.KVReady():
-                ready = self._attempts.on_ready(event.attempt)
-                if ready is not None:
-                    ready.transfer = event.transfer
-                    ready.stopwatch.reach("prefilled", self._clock())
             case hooks.KVFailed():
                 failed = self._attempts.part(event.attempt)
                 if failed is not None and event.then is hooks.NextStep.FAIL:
                     self._deliver(failed, FinishReason.ERROR, error=event.why)
                 elif failed is not None:
                     remote = event.then is hooks.NextStep.RETRY
-                    again = self._attempts.try_again(failed, remote=remote)
-                    with self._lock:
-                        self._open[again.number] = again
+                    self._attempts.try_again(event.attempt, failed, remote=remote)
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)
-            case hooks.KVReleased():
-                self._attempts.on_released(event.attempt)
-            case hooks.StopPrefill():
-                # One that has computed everything is held already, one released before is gone.
-                if (job := self._jobs.get(event.job)) is not None:
-                    self._scheduler.hold(job)
+            case hooks.KVEnded():
+                ready = self._attempts.end(event.attempt)
+                if ready is not None:
+                    assert event.transfer is not None, f"{event}, but it is still waited for"
+                    ready.transfer = event.transfer
+                    ready.stopwatch.reach("prefilled", self._clock())
             case hooks.ReleasePrefill():
                 # We are between two steps: the last one that named these pages has ended.
-                if (job := self._jobs.pop(event.job, None)) is not None:
-                    self._scheduler.release(job)
+                self._scheduler.release(self._scheduler.job(event.job))
 
     def _run_step(self) -> bool:
         now = self._clock()
@@ -189,7 +182,7 @@ class Engine:
             sequence.stopwatch.reach("started", now)
         # Read, not calculated: steps that others ran (a warm-up) have counted, too.
         base = self._runner.counter.read()
-        chunks = _chunks(step)
+        chunks = [span for sequence, span in step if sequence.is_job]
         if chunks:
             assert self._prefill_hooks is not None, "prefill jobs come from a messenger"
             self._prefill_hooks.on_step_scheduled(base, chunks)
@@ -199,10 +192,9 @@ class Engine:
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
         )
         start, now = now, self._clock()
-        if self._trace.on:
-            sizes = [len(span.token_ids) for _, span in step]
-            name, details = f"{sum(sizes)} tokens", {"largest": max(sizes), "sequences": len(sizes)}
-            self._trace.span("steps", name, start, now, **details)
+        sizes = [len(span.token_ids) for _, span in step]
+        details = {"largest": max(sizes), "sequences": len(sizes)}
+        self._trace.span("steps", f"{sum(sizes)} tokens", start, now, **details)
         for index, (sequence, span) in enumerate(step):
             self._after_span(sequence, span, sampled.get(index), now)
         # What they owned is free by now, so a client that sees its end sees the balance restored.
@@ -217,8 +209,6 @@ class Engine:
         """Book what a step computed of one sequence, and the token sampled after it."""
         sequence.num_computed += len(span.token_ids)
         if sequence.is_job:
-            if sequence.num_pending == 0:
-                self._scheduler.hold(sequence)
             return
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
@@ -238,11 +228,6 @@ class Engine:
             self._scheduler.release(sequence)
         self._deliver(sequence, FinishReason.CANCELLED)
 
-    def _start_job(self, job: Sequence) -> None:
-        assert job.number not in self._jobs, f"job {job.number} was started before"
-        self._jobs[job.number] = job
-        self._scheduler.add(job)
-
     def _deliver(
         self,
         sequence: Sequence,
@@ -250,21 +235,19 @@ class Engine:
         new: tuple[Sampled, ...] = (),
         error: str | None = None,
     ) -> None:
-        ended = finish is not None
-        if ended:
+        output = Output(
+            token_ids=tuple(token.token_id for token in new),
+            logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
+            finish_reason=finish,
+            error=error,
+        )
+        if finish is not None:
             with self._lock:
                 del self._open[sequence.number]
-            sequence.stopwatch.record(self._trace, f"request {sequence.number}", self._clock())
-        sequence.on_output(
-            Output(
-                token_ids=tuple(token.token_id for token in new),
-                logprobs=tuple(token.logprobs for token in new if token.logprobs is not None),
-                finish_reason=finish,
-                error=error,
-                timings=sequence.stopwatch.timings(sequence.transfer) if ended else None,
-                transfer=sequence.transfer if ended else None,
-            )
-        )
+            watch, moved = sequence.stopwatch, sequence.transfer
+            watch.record(self._trace, f"request {sequence.number}", self._clock())
+            output = replace(output, timings=watch.timings(moved), transfer=moved)
+        sequence.on_output(output)
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -274,18 +257,3 @@ class Engine:
             sequences = list(self._open.values())
         for sequence in sequences:
             self._deliver(sequence, FinishReason.ERROR, error=why)
-
-
-def _chunks(step: Step) -> list[hooks.PrefillChunk]:
-    """The prefill chunks of a step, as the messenger is told of them."""
-    return [
-        hooks.PrefillChunk(
-            job=sequence.number,
-            first_token=span.first_token,
-            num_tokens=len(span.token_ids),
-            page_indices=sequence.page_indices,
-            tail_slot=span.tail_slot,
-        )
-        for sequence, span in step
-        if sequence.is_job
-    ]

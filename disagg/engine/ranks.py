@@ -30,7 +30,7 @@ import torch
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import make_runner
 from disagg.engine.sampling import Sampled
-from disagg.engine.scheduler import Span
+from disagg.hooks import Span
 from disagg.model.rank_group import RankGroup, block_bytes
 from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.sampling import Sampled, sample
-from disagg.engine.scheduler import Span
+from disagg.hooks import Span
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.rank_group import RankGroup
 from disagg.model.transformer import Transformer

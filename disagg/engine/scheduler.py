@@ -3,9 +3,8 @@
 Continuous batching with chunked prefill: every step takes one token of each decoding sequence
 first, then fills the rest of `max_batch_tokens` with chunks of prompts, in order of arrival.
 
-    waiting --admit()--> fetching --ready()--> running --hold()--> held     (held: in no list)
-       |  \\-----------------------------------> |  ^
-       '------------------ release() ----------' +--'  schedule() picks from `running`
+    waiting --admit()--> fetching --ready()--> running --release()--> finished
+          '--------------------------------------^  schedule() picks from `running`
 
 Admission is first come, first served, and reserves all the pages a sequence can ever need. So a
 running sequence never lacks a page: nothing is preempted and nothing deadlocks. The head of the
@@ -20,32 +19,15 @@ comes back when its writes have ended. Jobs that wait for a slot get it in order
 import bisect
 import itertools
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from disagg.config import CacheConfig, ModelConfig, SchedulerConfig
 from disagg.engine.page_allocator import PageAllocator
 from disagg.engine.sequence import Sequence
+from disagg.hooks import Span
 from disagg.kv_layout import pages_for
-from disagg.request import Request, SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
-
-    `page_indices` holds every token up to the span's last. `sampling` is set if the step samples
-    a token after the last, which is output token number `output_index` of its request (from 0);
-    `tail_slot` if it copies the last hidden state there.
-    """
-
-    first_token: int
-    token_ids: tuple[int, ...]
-    page_indices: tuple[int, ...]
-    sampling: SamplingParams | None
-    tail_slot: int | None
-    output_index: int = 0
-
+from disagg.request import Request
 
 #: What the next step computes: each sequence at most once.
 Step = list[tuple[Sequence, Span]]
@@ -93,7 +75,7 @@ class Scheduler:
             sampling=sampling,
             max_tokens=max_tokens,
             stop_token_ids=frozenset((*end_token_ids, *sampling.stop_token_ids)),
-            remote=remote,
+            remote=remote and len(prompt) >= 2,
         )
 
     def new_job(self, job: int, token_ids: tuple[int, ...]) -> Sequence:
@@ -118,7 +100,7 @@ class Scheduler:
         to_fetch: list[Sequence] = []
         while self.waiting:
             sequence = self.waiting[0]
-            if sequence.fetches and self.slots.num_free == 0:
+            if sequence.remote and self.slots.num_free == 0:
                 break
             # A prefix cache would hand out the pages it has of this prompt here, and ask for less.
             most_tokens = sequence.num_prompt_tokens + sequence.max_tokens
@@ -127,18 +109,16 @@ class Scheduler:
                 break
             sequence.page_indices = pages
             self.waiting.pop(0)
-            if sequence.fetches:
+            if sequence.remote:
                 self._take_slot(sequence)
                 to_fetch.append(sequence)
             else:
                 bisect.insort(self.running, sequence, key=attrgetter("arrival"))
         return to_fetch
 
-    def pages_to_fetch(self, sequence: Sequence) -> tuple[int, ...]:
-        """The pages of positions 0..N-2: one less than those of the prompt where N = k * P + 1."""
-        return sequence.page_indices[
-            : pages_for(sequence.num_prompt_tokens - 1, self.cache.page_size)
-        ]
+    def job(self, number: int) -> Sequence:
+        """The prefill job of this number, which was not released yet."""
+        return next(s for s in (*self.running, *self.waiting) if s.is_job and s.number == number)
 
     def ready(self, sequence: Sequence) -> None:
         """KV of positions 0..N-2 has landed in the pages of a fetching sequence: let it decode."""
@@ -159,15 +139,11 @@ class Scheduler:
                 budget -= len(span.token_ids)
         return step
 
-    def hold(self, sequence: Sequence) -> None:
-        """Schedule a sequence no more, but keep what it owns: somebody may still read it."""
+    def release(self, sequence: Sequence) -> None:
+        """End a sequence and free what it owns. No step that names its pages may be running."""
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
                 sequences.remove(sequence)
-
-    def release(self, sequence: Sequence) -> None:
-        """End a sequence and free what it owns. No step that names its pages may be running."""
-        self.hold(sequence)
         self.free_tail_slot(sequence)
         self.pages.free(sequence.page_indices)
         sequence.page_indices = ()
@@ -179,14 +155,15 @@ class Scheduler:
             sequence.tail_slot = None
 
     def _cut_span(self, sequence: Sequence, budget: int) -> Span | None:
-        """The next tokens of a running sequence, or None if its last chunk must wait for a slot."""
-        assert sequence.num_pending > 0, f"sequence {sequence.number} runs without work"
+        """The next tokens of a running sequence, or None if its last chunk must wait for a slot, or
+        it is a job that has computed everything."""
         count = min(sequence.num_pending, budget)
         is_last = count == sequence.num_pending
-        if sequence.is_job and is_last and not self._take_slot(sequence):
+        if count == 0 or (sequence.is_job and is_last and not self._take_slot(sequence)):
             return None
         end = sequence.num_computed + count
         return Span(
+            number=sequence.number,
             first_token=sequence.num_computed,
             token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
             page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],

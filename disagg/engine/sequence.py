@@ -5,21 +5,19 @@ A sequence is either a request that generates tokens or a prefill job that compu
 
     waiting -> running -> finished            a request that computes everything here
     waiting -> fetching -> running ...        a request that has positions 0..N-2 computed elsewhere
-                  '------> parted -> finished (the attempt failed; another goes on, from waiting)
-    waiting -> running -> held -> finished    a job: held until nobody reads its pages any more
-        '------------------^                  (it was stopped before it ran)
+       ^----------'                           the attempt failed, and its pages stay with a copy
+    waiting -> running -> finished            a job: runs until nobody reads its pages any more
 
 From each of them to finished: cancelled, or failed. A waiting or running sequence is in the list of
-that name, a fetching one has an `attempt`, one that is held or parted owns pages, one that is
-finished none.
+that name, a fetching one has an `attempt`. Running and fetching ones own pages, and so do those
+whose attempt was given up, until it ends.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from disagg.engine.stopwatch import Stopwatch
-from disagg.hooks import TransferStats
-from disagg.request import FinishReason, Output, SamplingParams
+from disagg.request import FinishReason, Output, SamplingParams, TransferStats
 
 #: Gets a request's output as it comes, `finish_reason` in the last. Called by the engine thread;
 #: must return at once and not raise.
@@ -32,8 +30,8 @@ class Sequence:
 
     `tokens` is the prompt, then the output; of a job, which has no `sampling`, only those that it
     computes. `num_computed` of them have their KV in `page_indices`. `max_tokens` bounds the
-    output. `remote` asks for positions 0..N-2 to be fetched; `attempt` names the fetch under way,
-    and `transfer` says what one that is over has moved.
+    output. `remote` asks for positions 0..N-2, of which there are some, to be fetched; `attempt`
+    names the fetch under way, and `transfer` says what one that is over has moved.
     """
 
     number: int
@@ -69,11 +67,6 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are known and wait to be computed."""
         return len(self.tokens) - self.num_computed
-
-    @property
-    def fetches(self) -> bool:
-        """Whether positions 0..N-2 come from a prefiller; a prompt of one token has none."""
-        return self.remote and self.num_prompt_tokens >= 2
 
     @property
     def is_decoding(self) -> bool:

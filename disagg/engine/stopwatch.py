@@ -8,8 +8,7 @@ What each time means is said once, in `request.Timings`. The clock is the engine
 
 from itertools import pairwise
 
-from disagg.hooks import TransferStats
-from disagg.request import Timings
+from disagg.request import Timings, TransferStats
 from disagg.trace import Trace
 
 

@@ -8,37 +8,34 @@ from collections.abc import Sequence
 
 from disagg.kv_layout import KVLayout, pages_for
 from disagg.messenger import messages
-from disagg.messenger.messages import Hello, Identity, Role
+from disagg.messenger.messages import Hello, Identity, ProtocolError, Role
 from disagg.messenger.sharding import Slice, expected_count
-from disagg.transfer.interface import TransferError
-
-#: Most pages a probe may ask for.
-MAX_PROBE_PAGES = 65536
 
 
-def refusal(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> str | None:
-    """Why this pair cannot work, or None. `accepts` are roles of `theirs` that fit. The text is for
-    people on both sides."""
+def check_hello(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> None:
+    """ProtocolError if this pair cannot work. `accepts` are roles of `theirs` that fit. The text is
+    for people on both sides."""
     if theirs.role not in accepts:
-        return f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
+        raise ProtocolError(
+            f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
+        )
     if theirs.role == Role.PROBE:
-        return None
+        return
     if theirs.identity is None:
-        return f"a {theirs.role} says which model it holds; got a Hello without"
+        raise ProtocolError(f"a {theirs.role} says which model it holds; got a Hello without")
     for field in Identity.__struct_fields__:
         mine, other = getattr(ours.identity, field), getattr(theirs.identity, field)
         if mine != other:
-            return (
+            raise ProtocolError(
                 f"{field} differs: {ours.role} {mine}, {theirs.role} {other};"
                 " start both nodes with the same model and flags"
             )
     tp, heads, num_ranks = theirs.tp, theirs.identity.num_kv_heads, len(theirs.kv_regions)
     if (heads % tp and tp % heads) or not num_ranks or num_ranks % tp:
-        return (
+        raise ProtocolError(
             f"tp does not fit: {ours.role} {ours.tp}, {theirs.role} {tp} for {heads} KV heads and"
             f" {num_ranks} KV regions; expected a divisor or a multiple of {heads}, a region a rank"
         )
-    return None
 
 
 def check_request(
@@ -59,13 +56,3 @@ def check_request(
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
         raise ValueError(f"expected {', '.join(broken)}; got {request!s:.400}")
-
-
-def check_probe(probe: messages.ProbeRequest, scratch_bytes: int) -> None:
-    """TransferError if a probe's request is not served. Whether the writes stay within the probe's
-    region is checked by the transfer engine."""
-    if not (0 < probe.page_bytes <= scratch_bytes and 0 < probe.num_pages <= MAX_PROBE_PAGES):
-        raise TransferError(
-            f"expected 1 to {MAX_PROBE_PAGES} pages of 1 to {scratch_bytes} bytes,"
-            f" got {probe.num_pages} of {probe.page_bytes}"
-        )

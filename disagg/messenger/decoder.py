@@ -4,20 +4,20 @@
       | on_fetch(pages, slot) ---->| expect(imm, count)                  |
       |                            | PrefillRequest -------------------> |
       |        pages, tail slot <=== one-sided writes, imm ============= |
-      | <------ KVReady ---------- | count reached, tail id is ours      |
+      | <------ KVEnded ---------- | count reached, tail id is ours      |
 
     WAITING --a prefiller is ready--> REQUESTED
     WAITING --cancelled, or none is ready in time--> GONE
-    REQUESTED --count reached--> GONE (KVReady; KVFailed if the tail is not ours)
+    REQUESTED --count reached--> GONE (KVFailed first if the tail is not ours)
     REQUESTED --PrefillStopped tells `posted`--> DRAINING;  --cancelled, too old--> CANCELLING
     CANCELLING --PrefillStopped tells `posted`--> DRAINING;  --whole count reached--> GONE
     DRAINING --as much as was posted has arrived--> GONE
     REQUESTED, CANCELLING, DRAINING --peer lost--> FENCING --fenced--> GONE
 
-Every end but KVReady is `KVReleased`, said only when nothing can land in the pages any more. The
-engine hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence
-that takes long, so that no other waits for its pages. One thread makes every
-call but `on_fetch` and `on_cancel`. Connections are in `prefillers.py`.
+Every attempt ends with `KVEnded`, said only when nothing can land in the pages any more. The engine
+hears `KVFailed` at once, so that no client waits for a dead peer, and `KVStuck` of a fence that
+takes long, so that no other waits for its pages. One thread makes every call but `on_fetch` and
+`on_cancel`. Connections are in `prefillers.py`.
 """
 
 import enum
@@ -27,14 +27,15 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from disagg.hooks import FetchKV, KVFailed, KVReady, KVReleased, KVStuck, NextStep, TransferStats
+from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck, NextStep
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.prefillers import Prefiller, Prefillers
 from disagg.messenger.sharding import expected_count
-from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced, PeerLost
+from disagg.request import TransferStats
+from disagg.transfer.interface import Event, ImmReached, Peer, PeerFenced
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,6 @@ class DecoderMessenger(Messenger):
     def _greeted(self) -> Collection[Peer]:
         return [prefiller.peer for prefiller in self._prefillers.ready()]
 
-    def _attempt_id(self, attempt: Attempt) -> int:
-        """Unique per attempt and process: half epoch, half the engine's number."""
-        return (self._hello.epoch & 0xFFFFFFFF) << 32 | attempt.fetch.attempt
-
     # --- Asking ---
 
     def _on_inbox(self, wish: FetchKV | int) -> None:
@@ -128,9 +125,8 @@ class DecoderMessenger(Messenger):
             self._attempts[wish.attempt] = Attempt(fetch=wish, deadline=deadline)
             return
         attempt = self._attempts.get(wish)
-        if attempt is None:  # it ended by itself while the cancel was on its way
-            self._post(KVReleased(attempt=wish))
-            return
+        if attempt is None:
+            return  # it ended by itself while the cancel was on its way
         if attempt.state is AttemptState.WAITING:
             self._end(attempt)
         elif attempt.state is AttemptState.REQUESTED:
@@ -157,7 +153,7 @@ class DecoderMessenger(Messenger):
         self._next_imm += 1
         self._transfer.expect(attempt.peer, attempt.imm, count)
         request = messages.PrefillRequest(
-            attempt_id=self._attempt_id(attempt),
+            attempt_id=fetch.attempt,
             token_ids=fetch.token_ids,
             page_indices=fetch.page_indices,
             tail_slot=fetch.tail_slot,
@@ -171,7 +167,7 @@ class DecoderMessenger(Messenger):
         attempt.move(AttemptState.CANCELLING)
         # An answer is due by the attempt's age or, if that is near, after one peer_timeout.
         attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)
-        self._send(attempt.peer, messages.Cancel(attempt_id=self._attempt_id(attempt)))
+        self._send(attempt.peer, messages.Cancel(attempt_id=attempt.fetch.attempt))
 
     def _on_deadline(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.REQUESTED:
@@ -197,26 +193,22 @@ class DecoderMessenger(Messenger):
             case _:
                 super()._on_event(event)
 
-    def _on_message(self, peer: Peer, message: Message) -> None:
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        self._prefillers.greet(peer, hello)
+
+    def _on_word(self, peer: Peer, message: Message) -> None:
         match message:
-            case Hello():
-                self._prefillers.greet(peer, message)
-            case messages.Goodbye():
-                super()._on_message(peer, message)
-            case _ if peer not in self._greeted():  # else beats would put off its Hello for ever
-                raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
             case messages.PrefillStopped():
                 self._on_stopped(peer, message)
             case messages.Heartbeat():
                 self._prefillers.on_beat(peer, message.clock_ns)
             case _:
-                super()._on_message(peer, message)
+                super()._on_word(peer, message)
 
     def _on_stopped(self, peer: Peer, message: messages.PrefillStopped) -> None:
         """Rule 3: the pages are free when as much has arrived as was ever posted."""
-        attempt = self._attempts.get(message.attempt_id & 0xFFFFFFFF)
-        ours = attempt is not None and self._attempt_id(attempt) == message.attempt_id
-        if attempt is None or not ours or attempt.peer != peer:
+        attempt = self._attempts.get(message.attempt_id)
+        if attempt is None or attempt.peer != peer:
             return  # it ended before the answer came
         if message.posted > attempt.count or attempt.state >= AttemptState.DRAINING:
             raise ProtocolError(f"expected one stop of at most {attempt.count} writes: {message}")
@@ -231,26 +223,23 @@ class DecoderMessenger(Messenger):
         if attempt.is_wanted:
             words = self._memory.tail_words(attempt.fetch.tail_slot)
             found = int(words[TailLayout.ATTEMPT_ID])
-            if found == self._attempt_id(attempt):
-                moved = self._moved(attempt)
-                self._end(attempt, KVReady(attempt=attempt.fetch.attempt, transfer=moved))
+            if found == attempt.fetch.attempt:
+                self._end(attempt, self._arrived(attempt))
                 return
             self._fail(attempt, f"tail slot holds attempt {found:#x}, expected our own")
         self._end(attempt)
 
-    def _moved(self, attempt: Attempt) -> TransferStats:
-        """What an attempt whose last write was just counted has brought here."""
+    def _arrived(self, attempt: Attempt) -> TransferStats:
+        """The KV is whole, its last write was just counted: what was moved."""
         assert attempt.prefiller is not None, "moved by nobody"
+        attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         layout = self._memory.layout
         num_pages = self._memory.tp * layout.num_layers * len(fetch.page_indices)
-        exposed = span = None
-        if lag is not None:
-            words = self._memory.tail_words(fetch.tail_slot).tolist()
-            now = self._clock()
-            exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
-            span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
-            self._trace.span("KV transfer", f"attempt {fetch.attempt}", now - span, now)
+        words, now = self._memory.tail_words(fetch.tail_slot).tolist(), self._clock()
+        exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
+        span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
+        self._trace.span("KV transfer", f"attempt {fetch.attempt:#x}", now - span, now)
         return TransferStats(
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
@@ -261,13 +250,13 @@ class DecoderMessenger(Messenger):
             span=span,
         )
 
-    def _on_peer_lost(self, event: PeerLost) -> None:
+    def _on_peer_lost(self, peer: Peer, why: str) -> None:
         for attempt in list(self._attempts.values()):
-            if attempt.peer == event.peer and attempt.state is not AttemptState.FENCING:
-                self._fail(attempt, f"prefiller lost: {event.why}")
+            if attempt.peer == peer and attempt.state is not AttemptState.FENCING:
+                self._fail(attempt, f"prefiller lost: {why}")
                 attempt.move(AttemptState.FENCING)
                 attempt.deadline = self._clock() + self._config.peer_timeout
-        self._prefillers.lost(event.peer, event.why)
+        self._prefillers.lost(peer, why)
 
     # --- Ends ---
 
@@ -275,24 +264,19 @@ class DecoderMessenger(Messenger):
         """Tell the engine, unless it knows, that no KV will come; the caller moves the state."""
         if not attempt.is_wanted:
             return
-        then = NextStep.FAIL if permanent else self._next_step(attempt)
+        then = NextStep.FAIL if permanent else NextStep(self._config.on_failure)
+        # Rule 9: one retry for each prefiller there is, then the decoder computes by itself.
+        again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
+        if then is NextStep.RETRY and not again:
+            then = NextStep.LOCAL
         # A request that ends with the failure tells it to its client.
         level = logging.INFO if then is NextStep.FAIL else logging.WARNING
-        logger.log(level, "attempt %d failed (then %s): %s", attempt.fetch.attempt, then, why)
+        logger.log(level, "attempt %#x failed (then %s): %s", attempt.fetch.attempt, then, why)
         if attempt.prefiller is not None:
             attempt.prefiller.num_failures += 1
         self._post(KVFailed(attempt=attempt.fetch.attempt, why=why, then=then))
 
-    def _next_step(self, attempt: Attempt) -> NextStep:
-        """Rule 9. One retry for each prefiller there is, then the decoder computes by itself."""
-        if self._config.on_failure == "retry":
-            again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
-            return NextStep.RETRY if again else NextStep.LOCAL
-        return NextStep(self._config.on_failure)
-
-    def _end(self, attempt: Attempt, ready: KVReady | None = None) -> None:
-        """Nothing can land any more: the pages are the request's (`ready`) or free."""
+    def _end(self, attempt: Attempt, moved: TransferStats | None = None) -> None:
+        """Nothing can land any more; `moved` if the KV is whole."""
         del self._attempts[attempt.fetch.attempt]
-        if attempt.prefiller is not None and ready is not None:
-            attempt.prefiller.num_failures = 0
-        self._post(ready or KVReleased(attempt=attempt.fetch.attempt))
+        self._post(KVEnded(attempt=attempt.fetch.attempt, transfer=moved))

@@ -13,17 +13,15 @@ so the number of writes does not depend on how a prompt is cut into chunks. Mess
 `prefiller.py`'s, but for the one that ends an attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from disagg.hooks import PrefillChunk, ReleasePrefill, StopPrefill
+from disagg.hooks import ReleasePrefill, Span
 from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger.messages import Hello, PrefillRequest, PrefillStopped, encode
 from disagg.messenger.messenger import Wiring
@@ -37,42 +35,31 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
-    written into theirs (`plan`), its attempts by id."""
+    written into theirs (`plan`)."""
 
     peer: Peer
     hello: Hello
     layout: KVLayout
     plan: Sequence[Sequence[Slice]]
-    attempts: dict[int, Attempt] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Attempt:
     """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
 
-    `open_tickets` maps what was handed to the transfer engine and did not end yet to its number of
-    writes; `num_ended` counts those of all others. `first_post` is the time of the first write, in
-    seconds.
+    `open_tickets` has what was handed to the transfer engine and did not end yet: what it is, its
+    number of writes, when it was handed over. `num_ended` counts the writes of all others.
+    `opened` and `first_post`, of the first write, are times in seconds.
     """
 
     link: Link
     request: PrefillRequest
-    job: int
     slices: Sequence[Slice]
-    open_tickets: dict[Ticket, int] = field(default_factory=dict)
+    opened: float
+    open_tickets: dict[Ticket, tuple[str, int, float]] = field(default_factory=dict)
     num_ended: int = 0
     is_stopped: bool = False
     first_post: float = math.inf
-
-
-@dataclass(kw_only=True)
-class Step:
-    """A step the engine announced; layers below `next_layer` are posted."""
-
-    base: int
-    chunks: Sequence[PrefillChunk]
-    pace: Pace
-    next_layer: int = 0
 
 
 class LayerWriter:
@@ -88,25 +75,20 @@ class LayerWriter:
         self._clock = wiring.clock
         self._trace = wiring.trace
         self._read_counter = read_counter
-        self._jobs: dict[int, Attempt] = {}
-        self._tickets: dict[Ticket, Attempt] = {}
-        self._steps: deque[Step] = deque()
+        #: By attempt id, which is the job's number, too: those that still hold source pages.
+        self.attempts: dict[int, Attempt] = {}
+        #: Announced and not at their ends; what `pace.counter` has counted is posted.
+        self._steps: deque[tuple[Pace, Sequence[Span]]] = deque()
         self.pause = math.inf
 
-    def __len__(self) -> int:
-        """Attempts that still hold source pages."""
-        return len(self._jobs)
-
-    def open(self, attempt: Attempt) -> None:
+    def open(self, link: Link, request: PrefillRequest, slices: Sequence[Slice]) -> None:
         """Take an attempt whose job the engine will compute."""
-        self._jobs[attempt.job] = attempt
-        num_tokens = len(attempt.request.token_ids) - 1
-        self._trace.begin("prefills", attempt.job, f"{num_tokens} tokens", job=attempt.job)
-        attempt.link.attempts[attempt.request.attempt_id] = attempt
+        attempt = Attempt(link=link, request=request, slices=slices, opened=self._clock())
+        self.attempts[request.attempt_id] = attempt
 
-    def add_step(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+    def add_step(self, base: int, chunks: Sequence[Span]) -> None:
         """A step is about to run; from the engine's thread, in the order of the bases."""
-        self._steps.append(Step(base=base, chunks=chunks, pace=Pace(base, self._clock())))
+        self._steps.append((Pace(base, self._clock()), chunks))
 
     # --- Posting ---
 
@@ -115,94 +97,92 @@ class LayerWriter:
         num_layers = self._memory.layout.num_layers
         counter, now = self._read_counter(), self._clock()
         while self._steps:
-            step = self._steps[0]
+            pace, chunks = self._steps[0]
             # What follows the last layer are the tails.
-            num_finished = min(counter - step.base, num_layers + 1)
-            for layer in range(step.next_layer, num_finished):
-                for chunk in step.chunks:
+            num_finished = min(counter - pace.base, num_layers + 1)
+            for layer in range(pace.counter - pace.base, num_finished):
+                for chunk in chunks:
                     self._post_chunk(chunk, layer)
-                step.next_layer = layer + 1
-            if step.next_layer <= num_layers:
-                runs = step.next_layer < num_layers
-                self.pause = step.pace.pause(counter, now, layer_runs=runs)
+            if num_finished <= num_layers:
+                self.pause = pace.pause(counter, now, layer_runs=num_finished < num_layers)
                 return
             self._steps.popleft()
         self.pause = math.inf
 
-    def _post_chunk(self, chunk: PrefillChunk, layer: int) -> None:
-        attempt = self._jobs.get(chunk.job)
+    def _post_chunk(self, chunk: Span, layer: int) -> None:
+        attempt = self.attempts.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
+        if layer < self._memory.layout.num_layers:
+            what, writes = f"layer {layer}", self._layer_writes(attempt, chunk, layer)
+        else:
+            what, writes = "tail", self._tail_writes(attempt, chunk)
+        peer, imm = attempt.link.peer, attempt.request.imm
         try:
-            if layer < self._memory.layout.num_layers:
-                self._post_layer(attempt, chunk, layer)
-            elif chunk.tail_slot is not None:
-                self._post_tail(attempt, chunk.tail_slot)
+            for write in writes:
+                ticket = self._transfer.write_pages(peer, write, imm)
+                now = self._clock()
+                attempt.first_post = min(attempt.first_post, now)
+                attempt.open_tickets[ticket] = what, len(write.source_offsets), now
         except TransferError as error:
             # Rule 6: a write that will not come becomes a message, or the decoder waits in vain.
             logger.warning("attempt %#x failed: %s", attempt.request.attempt_id, error)
             self.stop(attempt, str(error))
 
-    def _post_layer(self, attempt: Attempt, chunk: PrefillChunk, layer: int) -> None:
+    def _layer_writes(self, attempt: Attempt, chunk: Span, layer: int) -> Iterator[Pages]:
+        """Of the pages that a chunk finishes."""
         layout, link, request = self._memory.layout, attempt.link, attempt.request
         first = chunk.first_token // layout.page_size
-        end = (chunk.first_token + chunk.num_tokens) // layout.page_size
+        end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
         if chunk.tail_slot is not None:
             end = len(request.page_indices)
         if first >= end:
             return
-        src = layout.page_offsets(layer, np.fromiter(chunk.page_indices[first:end], np.int64))
-        dst = link.layout.page_offsets(
-            layer, np.fromiter(request.page_indices[first:end], np.int64)
-        )
-        group = link.hello.kv_regions[request.dp_rank * link.hello.tp :]
+        here = np.fromiter(chunk.page_indices[first:end], np.int64)
+        there = np.fromiter(request.page_indices[first:end], np.int64)
+        src, dst = layout.page_offsets(layer, here), link.layout.page_offsets(layer, there)
+        ours, theirs = self._memory.kv_regions, link.hello.kv_regions
+        group = theirs[request.dp_rank * link.hello.tp :]
         for s in attempt.slices:
-            here, there = self._memory.kv_regions[s.source_rank], group[s.destination_rank]
-            pages = Pages(here, there, s.nbytes, *s.offsets(src, dst))
-            self._write(attempt, f"layer {layer}", pages)
+            regions = ours[s.source_rank], group[s.destination_rank]
+            yield Pages(*regions, s.nbytes, *s.offsets(src, dst))
 
-    def _post_tail(self, attempt: Attempt, slot: int) -> None:
-        tail, here, request = self._memory.tail, self._memory.tail_region, attempt.request
-        words = self._memory.tail_words(slot)
+    def _tail_writes(self, attempt: Attempt, chunk: Span) -> Iterator[Pages]:
+        if chunk.tail_slot is None:
+            return
+        tail, request = self._memory.tail, attempt.request
+        words = self._memory.tail_words(chunk.tail_slot)
         words[TailLayout.ATTEMPT_ID] = request.attempt_id
         words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
-        src, dst = (np.array([tail.slot_offset(s)]) for s in (slot, request.tail_slot))
+        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
         there = attempt.link.hello.tail_region
-        self._write(attempt, "tail", Pages(here, there, tail.slot_bytes, src, dst))
-
-    def _write(self, attempt: Attempt, what: str, pages: Pages) -> None:
-        ticket = self._transfer.write_pages(attempt.link.peer, pages, attempt.request.imm)
-        num_writes = len(pages.source_offsets)
-        self._trace.begin("layer writes", ticket, what, writes=num_writes, job=attempt.job)
-        attempt.first_post = min(attempt.first_post, self._clock())
-        attempt.open_tickets[ticket] = num_writes
-        self._tickets[ticket] = attempt
+        yield Pages(self._memory.tail_region, there, tail.slot_bytes, src, dst)
 
     # --- Ends ---
 
     def settle(self, ended: Iterable[WritesDone]) -> None:
         """Account for ended tickets; unknown ones are a probe's, or of a lost peer."""
         for event in ended:
-            attempt = self._tickets.pop(event.ticket, None)
-            if attempt is not None:
-                self._trace.end("layer writes", event.ticket)
-                attempt.num_ended += attempt.open_tickets.pop(event.ticket)
+            mine = (each for each in self.attempts.values() if event.ticket in each.open_tickets)
+            for attempt in list(mine):  # one or none
+                what, count, start = attempt.open_tickets.pop(event.ticket)
+                number, now = hex(attempt.request.attempt_id), self._clock()
+                self._trace.span("layer writes", what, start, now, attempt=number, writes=count)
+                attempt.num_ended += count
                 self._release_if_idle(attempt)
 
-    def on_peer_lost(self, link: Link) -> None:
+    def on_peer_lost(self, link: Link, why: str) -> None:
         """No write of ours to a lost peer reads its source any more: its attempts end here."""
-        for attempt in list(link.attempts.values()):
-            for ticket in attempt.open_tickets:
-                del self._tickets[ticket]
+        for attempt in [each for each in self.attempts.values() if each.link is link]:
+            logger.warning("attempt %#x lost its decoder: %s", attempt.request.attempt_id, why)
             attempt.open_tickets.clear()
-            self.stop(attempt, "the connection is lost")
+            self.stop(attempt, why)
 
     def stop(self, attempt: Attempt, why: str) -> None:
         """Post nothing more and say how many writes were posted: the decoder counts them. If it was
         stopped before, say nothing."""
         if not attempt.is_stopped:
             attempt.is_stopped = True
-            self._post(StopPrefill(job=attempt.job))
             # None: the peer is lost, and nobody will hear how many there were.
             posted = attempt.num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
             stopped = PrefillStopped(attempt_id=attempt.request.attempt_id, why=why, posted=posted)
@@ -214,7 +194,7 @@ class LayerWriter:
         all_ended = attempt.num_ended == attempt.request.expected_count
         if attempt.open_tickets or not (all_ended or attempt.is_stopped):
             return
-        self._trace.end("prefills", attempt.job)
-        del self._jobs[attempt.job]
-        del attempt.link.attempts[attempt.request.attempt_id]
-        self._post(ReleasePrefill(job=attempt.job))
+        number, name = attempt.request.attempt_id, f"{len(attempt.request.token_ids) - 1} tokens"
+        self._trace.span("prefills", name, attempt.opened, self._clock(), attempt=hex(number))
+        del self.attempts[number]
+        self._post(ReleasePrefill(job=number))

@@ -26,6 +26,8 @@ PROTOCOL_VERSION = 5
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 PositiveU32 = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
+#: Most pages a probe gets at once.
+MAX_PROBE_PAGES = 65536
 #: Ranks that share the KV heads. No peer can make us plan for a million.
 TP = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
@@ -130,11 +132,12 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From a probe: write `num_pages` times `page_bytes` into my tail region, each with `imm`."""
+    """From a probe: write `num_pages` times `page_bytes` into my tail region, each with `imm`. A
+    `PrefillStopped` answers what would leave this or the prefiller's scratch, or is too much."""
 
     attempt_id: U64
-    page_bytes: U32
-    num_pages: U32
+    page_bytes: PositiveU32
+    num_pages: PositiveU32
     imm: PositiveU32
 
 

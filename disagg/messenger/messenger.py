@@ -51,8 +51,8 @@ class Messenger(ABC):
         self._trace = wiring.trace
         #: Seconds for which each peer has said nothing.
         self._silence: dict[Peer, float] = {}
-        #: Peers given up whose PeerLost is still to come.
-        self._closed: set[Peer] = set()
+        #: Peers given up whose PeerLost is still to come, and why at first.
+        self._closed: dict[Peer, str] = {}
         self._next_beat = self._last_look = self._clock()
 
     def close(self, why: str) -> None:
@@ -72,7 +72,7 @@ class Messenger(ABC):
 
     def _close_peer(self, peer: Peer, why: str) -> None:
         """Give a peer up: what it said after that and lies here already must change nothing."""
-        self._closed.add(peer)
+        self._closed.setdefault(peer, why)
         self._transfer.close_peer(peer, why)
 
     def _watch_silence(self) -> None:
@@ -95,31 +95,50 @@ class Messenger(ABC):
 
     def _on_event(self, event: Event) -> None:
         match event:
-            case MessageReceived() if event.peer not in self._closed:
+            case MessageReceived() if event.peer in self._closed:
+                self._close_peer(event.peer, "it goes on")  # it was at most refused, and knows it
+            case MessageReceived():
+                self._silence[event.peer] = 0.0
                 try:
-                    message = messages.decode(event.data)
-                    self._silence[event.peer] = 0.0
-                    self._on_message(event.peer, message)
+                    self._on_message(event.peer, messages.decode(event.data))
                 except ProtocolError as error:
-                    if event.peer not in self._greeted():  # of another version: shows it ours
-                        self._send(event.peer, messages.Goodbye(why=str(error)))
-                    self._close_peer(event.peer, str(error))
+                    if event.peer in self._greeted():
+                        self._close_peer(event.peer, str(error))
+                    else:  # of another version: shows it ours
+                        self._refuse(event.peer, str(error))
             case PeerLost():
                 self._silence.pop(event.peer, None)
-                self._closed.discard(event.peer)
-                self._on_peer_lost(event)
+                self._on_peer_lost(event.peer, self._closed.pop(event.peer, event.why))
+
+    def _refuse(self, peer: Peer, why: str) -> None:
+        """Hear nothing more of a peer, and tell it. It hangs up then, or its silence ends it: with
+        a connection that ends at once, what was said last might be lost."""
+        self._closed[peer] = why
+        self._send(peer, messages.Goodbye(why=why))
 
     def _on_message(self, peer: Peer, message: Message) -> None:
-        """What anybody may say; each half first looks for what only its peers say."""
+        """One Hello comes first, but for a Goodbye."""
+        is_greeted = peer in self._greeted()
         match message:
             case messages.Goodbye():
                 self._close_peer(peer, message.why)
-            case messages.Heartbeat():
-                pass
+            case Hello() if not is_greeted:
+                self._on_hello(peer, message)
+            case _ if isinstance(message, Hello) or not is_greeted:
+                raise ProtocolError(f"expected one Hello, and first, got {message!s:.80}")
             case _:
-                name = type(message).__name__
-                raise ProtocolError(f"{name} is nothing that a {self._hello.role} is told")
+                self._on_word(peer, message)
 
     @abstractmethod
-    def _on_peer_lost(self, event: PeerLost) -> None:
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        """The first of a peer. ProtocolError if it does not fit."""
+
+    def _on_word(self, peer: Peer, message: Message) -> None:
+        """What a greeted peer may say; each half first looks for what only its peers say."""
+        if not isinstance(message, messages.Heartbeat):
+            name = type(message).__name__
+            raise ProtocolError(f"{name} is nothing that a {self._hello.role} is told")
+
+    @abstractmethod
+    def _on_peer_lost(self, peer: Peer, why: str) -> None:
         """A connection is over, greeted or not."""

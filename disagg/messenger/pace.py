@@ -16,17 +16,19 @@ SHARE_LEFT, SHARE_PASSED = 0.8, 1 / 16
 
 
 class Pace:
-    """Of one step, which starts at `counter` and `now`. Times: seconds on one clock, passed in."""
+    """Of one step, which starts at the counter `base` and `now`; `counter` is what was seen last.
+    Times: seconds on one clock, passed in."""
 
-    def __init__(self, counter: int, now: float) -> None:
-        self._counter, self._moved_at = counter, now
+    def __init__(self, base: int, now: float) -> None:
+        self.base = self.counter = base
+        self._moved_at = now
         self._layer_seconds = 0.0  # not known
 
     def pause(self, counter: int, now: float, *, layer_runs: bool) -> float:
         """Until the next look. Without `layer_runs` only the step's end is to come, soon."""
-        if counter > self._counter:
-            self._layer_seconds = (now - self._moved_at) / (counter - self._counter)
-            self._counter, self._moved_at = counter, now
+        if counter > self.counter:
+            self._layer_seconds = (now - self._moved_at) / (counter - self.counter)
+            self.counter, self._moved_at = counter, now
         elapsed = now - self._moved_at
         left = self._layer_seconds - elapsed if layer_runs else 0.0
         return max(MIN_PAUSE, SHARE_LEFT * left, SHARE_PASSED * elapsed)

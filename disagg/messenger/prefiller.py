@@ -18,15 +18,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from disagg.hooks import PrefillChunk, StartPrefill
+from disagg.hooks import Span, StartPrefill
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.admission import check_probe, check_request, refusal
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
+from disagg.messenger.admission import check_hello, check_request
+from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
 from disagg.messenger.sharding import make_plan
-from disagg.transfer.interface import Pages, Peer, PeerLost, TransferError, WritesDone
+from disagg.transfer.interface import Pages, Peer, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,10 @@ class PrefillerMessenger(Messenger):
         self._writer = LayerWriter(wiring, read_counter)
         self._rng = wiring.rng
         self._links: dict[Peer, Link] = {}
-        self._next_job = 1
 
     # --- From the engine, any thread ---
 
-    def on_step_scheduled(self, base: int, chunks: Sequence[PrefillChunk]) -> None:
+    def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
         self._writer.add_step(base, chunks)
         self._transfer.wake()
@@ -66,13 +65,8 @@ class PrefillerMessenger(Messenger):
 
     # --- Messages ---
 
-    def _on_message(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Hello):
-            self._on_hello(peer, message)
-            return
-        link = self._links.get(peer)
-        if link is None:
-            raise ProtocolError(f"{type(message).__name__} before an accepted Hello")
+    def _on_word(self, peer: Peer, message: Message) -> None:
+        link = self._links[peer]
         match message:
             case messages.PrefillRequest():
                 self._on_request(peer, link, message)
@@ -81,17 +75,10 @@ class PrefillerMessenger(Messenger):
             case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
-                super()._on_message(peer, message)
+                super()._on_word(peer, message)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
-        if peer in self._links:
-            raise ProtocolError("a second Hello on one connection")
-        refused = refusal(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
-        if refused is not None:
-            logger.warning("refused a %s: %s", hello.role, refused)
-            # It hangs up then, or its silence ends the connection.
-            self._send(peer, messages.Goodbye(why=f"refused: {refused}"))
-            return
+        check_hello(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
         for other, link in self._links.items():
             if link.hello.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
@@ -106,47 +93,47 @@ class PrefillerMessenger(Messenger):
     def _on_request(self, peer: Peer, link: Link, request: messages.PrefillRequest) -> None:
         if link.hello.role != Role.DECODER:
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
-        if request.attempt_id in link.attempts:
+        if request.attempt_id in self._writer.attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        if len(self._writer) >= self._config.max_open_attempts:
-            why = f"{len(self._writer)} prompts are in work here already; try again later"
+        if len(self._writer.attempts) >= self._config.max_open_attempts:
+            why = f"{len(self._writer.attempts)} prompts are in work here already; try again later"
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
-        slices, job = self._rng.choice(link.plan), self._next_job
-        self._next_job += 1
+        slices = self._rng.choice(link.plan)
         try:
             check_request(request, layout=self._memory.layout, theirs=link.hello, slices=slices)
-            self._post(StartPrefill(job=job, token_ids=request.token_ids))
+            self._post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
         else:
-            self._writer.open(Attempt(link=link, request=request, job=job, slices=slices))
+            self._writer.open(link, request, slices)
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
     def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
-        attempt = link.attempts.get(cancel.attempt_id)
+        attempt = self._writer.attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        if attempt is not None:
+        if attempt is not None and attempt.link is link:
             self._writer.stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
-        scratch = self._memory.scratch_region
+        scratch, num_pages = self._memory.scratch_region, probe.num_pages
+        there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
         try:
-            check_probe(probe, scratch.memory.nbytes)
-            there, nbytes = link.hello.tail_region, probe.page_bytes
-            pages = np.arange(probe.num_pages, dtype=np.int64)
-            src, dst = pages % (scratch.memory.nbytes // nbytes) * nbytes, pages * nbytes
-            self._transfer.write_pages(peer, Pages(scratch, there, nbytes, src, dst), probe.imm)
+            if num_pages > (most := messages.MAX_PROBE_PAGES):
+                raise TransferError(f"expected at most {most} pages, got {num_pages}")
+            numbers = np.arange(num_pages, dtype=np.int64)
+            src = numbers % max(1, scratch.memory.nbytes // nbytes) * nbytes
+            pages = Pages(scratch, there, nbytes, src, numbers * nbytes)
+            self._transfer.write_pages(peer, pages, imm)
         except TransferError as error:
             self._reject(peer, probe.attempt_id, str(error), permanent=True)
 
-    def _on_peer_lost(self, event: PeerLost) -> None:
-        link = self._links.pop(event.peer, None)
-        if link is not None:
-            level = logging.WARNING if link.attempts else logging.INFO
-            logger.log(level, "decoder %d lost: %s", event.peer, event.why)
-            self._writer.on_peer_lost(link)
+    def _on_peer_lost(self, peer: Peer, why: str) -> None:
+        link = self._links.pop(peer, None)
+        if link is None:
+            logger.warning("refused a caller: %s", why)
         else:
-            logger.info("a caller is gone: %s", event.why)
+            logger.info("decoder %d lost: %s", peer, why)
+            self._writer.on_peer_lost(link, why)

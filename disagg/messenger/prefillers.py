@@ -5,10 +5,11 @@ DOWN --connect--> GREETING --Hello fits--> READY
  '---- lost, refused, silent: try again after a delay
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from disagg.messenger.admission import refusal
+from disagg.messenger.admission import check_hello
 from disagg.messenger.messages import Hello, ProtocolError, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.sharding import Slice, make_plan
@@ -39,7 +40,7 @@ class Prefiller:
     num_failures: int = 0
     delay: float = 0.0
     epoch: int | None = None
-    clock_lag: float | None = None
+    clock_lag: float = math.inf
     retired: bool = False
 
 
@@ -95,11 +96,7 @@ class Prefillers:
     def greet(self, peer: Peer, hello: Hello) -> None:
         """A prefiller answered with its Hello: READY, or a ProtocolError if it cannot be."""
         prefiller = self._by_peer(peer)
-        if prefiller.hello is not None:
-            raise ProtocolError("a Hello that nobody waits for")
-        refused = refusal(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
-        if refused is not None:
-            raise ProtocolError(refused)
+        check_hello(self._wiring.hello, hello, accepts=(Role.PREFILLER,))
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
             prefiller.retired = True
@@ -113,14 +110,13 @@ class Prefillers:
     def on_beat(self, peer: Peer, clock_ns: int) -> None:
         """A prefiller has said what its clock showed."""
         prefiller, lag = self._by_peer(peer), self._wiring.clock() - clock_ns / 1e9
-        known = prefiller.clock_lag
-        prefiller.clock_lag = lag if known is None else min(known, lag)
+        prefiller.clock_lag = min(prefiller.clock_lag, lag)
         self._wiring.trace.facts[f"clock lag of {prefiller.epoch}"] = prefiller.clock_lag
 
     def lost(self, peer: Peer, why: str) -> None:
         """The connection is over: down, until it is tried again."""
         prefiller = self._by_peer(peer)
-        prefiller.peer, prefiller.hello, prefiller.clock_lag = 0, None, None
+        prefiller.peer, prefiller.hello, prefiller.clock_lag = 0, None, math.inf
         # Whoever refuses or is away will do so for a while: ask less and less often.
         shortest = self._wiring.config.reconnect_interval
         prefiller.delay = min(max(shortest, 2 * prefiller.delay), MAX_DELAY)

@@ -28,8 +28,7 @@ import numpy.typing as npt
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.admission import MAX_PROBE_PAGES
-from disagg.messenger.messages import ProbeRequest, ProtocolError, Role
+from disagg.messenger.messages import MAX_PROBE_PAGES, ProbeRequest, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED

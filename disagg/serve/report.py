@@ -42,8 +42,8 @@ def summary(completions: Sequence[Output], seconds: float) -> str:
     known = [c.timings.first_token for c in completions if c.timings and c.timings.first_token]
     moved = [c.transfer for c in completions if c.transfer]
     first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
-    span = sum(stats.span or 0.0 for stats in moved)
-    exposed = sum(stats.exposed or 0.0 for stats in moved)
+    span = sum(stats.span for stats in moved)
+    exposed = sum(stats.exposed for stats in moved)
     hidden = f", {100 * (1 - exposed / span):.0f} % of the transfer hidden" if span else ""
     return (
         f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"

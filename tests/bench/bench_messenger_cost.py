@@ -21,7 +21,7 @@ import torch
 
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.engine.kv_cache import KVCache
-from disagg.hooks import FetchKV, KVReady, ReleasePrefill, StartPrefill
+from disagg.hooks import FetchKV, KVEnded, ReleasePrefill, StartPrefill
 from disagg.messenger.decoder import DecoderMessenger
 from disagg.messenger.messages import Role
 from disagg.messenger.messenger import Wiring
@@ -93,7 +93,7 @@ def count_only(pipe, num_tokens, address):
                 )
                 while events.empty():
                     messenger.poll(1.0)
-                assert isinstance(event := events.get(), KVReady), event
+                assert isinstance(event := events.get(), KVEnded), event
                 pipe.send("ready")
 
 

@@ -14,9 +14,9 @@ import time
 import numpy as np
 
 from disagg.config import MessengerConfig
-from disagg.hooks import PrefillChunk
+from disagg.hooks import Span
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
-from disagg.messenger.layer_writer import Attempt, LayerWriter, Link
+from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, PrefillRequest, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
@@ -101,10 +101,9 @@ def writer_of(given, layouts, plan, pages):
     )
     writer = LayerWriter(wiring, lambda: given.layers + 1)
     link = Link(peer=1, hello=hello, layout=there, plan=plan)
-    writer.open(Attempt(link=link, request=request, job=1, slices=plan[0]))
-    chunk = PrefillChunk(
-        job=1, first_token=0, num_tokens=num_tokens, page_indices=pages[0], tail_slot=0
-    )
+    writer.open(link, request, plan[0])
+    token_ids = request.token_ids[:-1]
+    chunk = Span(number=1, first_token=0, token_ids=token_ids, page_indices=pages[0], tail_slot=0)
     writer.add_step(0, (chunk,))
     return writer, transfer
 

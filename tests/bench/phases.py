@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from disagg.config import ITEMSIZE, CacheConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import make_runner
-from disagg.engine.scheduler import Span
+from disagg.hooks import Span
 from disagg.kv_layout import pages_for
 from disagg.model.shape import read_config
 from disagg.request import SamplingParams
@@ -109,6 +109,7 @@ class Steps:
         pages = torch.randperm(self._runner.kv_cache.layout.num_pages, generator=self._random)
         spans = [
             Span(
+                number=i,
                 first_token=step.kv_len - step.qo_len,
                 token_ids=tuple(i % self._vocab_size for i in range(step.qo_len)),
                 page_indices=tuple(pages[i * num_pages : (i + 1) * num_pages].tolist()),
