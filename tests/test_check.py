@@ -217,7 +217,9 @@ def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypat
             scratch = started._messenger._memory.scratch_region
             transfer = started._transfer
             ticket = write(transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
-            while WritesDone(ticket) not in transfer.poll(0.01):  # or the refusal is there first
+            while WritesDone(ticket=ticket) not in transfer.poll(
+                0.01
+            ):  # or the refusal is there first
                 pass
         on_probe(messenger, peer, link, probe)
 
