@@ -36,7 +36,8 @@ HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 def resolve_model(name: str | None, cache: Path | None = None) -> Path:
     """The folder of a model: the default (None), a local folder, or a hub name ("owner/name").
 
-    ValueError, one line, if there is no such model or it cannot be fetched.
+    ValueError, one line, if there is no such model or it cannot be fetched; OSError if it cannot be
+    kept.
     """
     if name is None:
         return default_model(cache)
@@ -60,10 +61,6 @@ def default_model(cache: Path | None = None) -> Path:
     folder = cache / MODEL_NAME
     if folder.exists():
         return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the model cache: {error}; set DISAGG_CACHE") from error
     # Who waits here while another process fetches it has been told so. The kernel lets go of the
     # lock when its holder dies.
     _say(f"fetching {MODEL_NAME} (93 MB), unless another process is at it: then wait for that")
