@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
 
-from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
-from disagg.messenger.prefillers import Address
 from disagg.request import FinishReason, Output, Request
 from disagg.serve.answer import Answer, News
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
@@ -24,7 +22,6 @@ from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
 from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
-from disagg.transfer.topology import RdmaFlags
 
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
@@ -44,13 +41,12 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     arguments.model = resolve_model(arguments.model)
     tokenizer = Tokenizer(arguments.model)
     with ExitStack() as stack:
-        prefillers = arguments.prefill
-        if not prefillers and not arguments.colocated:
+        if not arguments.prefillers and not arguments.colocated:
             # With a timeline, time for its last step and to write its own.
             patience = 10.0 if arguments.trace else 0.0
             child = ChildPrefiller(forwarded_flags(arguments), patience=patience)
-            prefillers = (stack.enter_context(child).address(),)
-        node = stack.enter_context(_start(arguments, prefillers))
+            arguments.prefillers = (stack.enter_context(child).address(),)
+        node = stack.enter_context(_start(arguments))
         news: News = SimpleQueue()
         start = time.monotonic()
         answers = [_submit(node, tokenizer, prompt, arguments.raw, news) for prompt in prompts]
@@ -61,19 +57,11 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
 
 
-def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
+def _start(arguments: argparse.Namespace) -> Node:
     """A node as the flags describe it; ValueError if it cannot be or cannot start."""
     if arguments.trace is not None:
         print(f"timeline: {arguments.trace}", file=sys.stderr)
-    config = NodeConfig(
-        **given(NodeConfig, arguments),
-        cache=CacheConfig(**given(CacheConfig, arguments)),
-        scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
-        messenger=MessengerConfig(**given(MessengerConfig, arguments)),
-        rdma=RdmaFlags(**given(RdmaFlags, arguments)),
-        prefillers=prefillers,
-    )
-    return Node(config)
+    return Node(given(NodeConfig, arguments))
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:

@@ -4,9 +4,9 @@ No torch here, so that `--help` and a wrong flag answer at once.
 """
 
 import argparse
-from dataclasses import fields
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import PageOrder
@@ -16,6 +16,8 @@ from disagg.transfer.wire import open_listener
 
 #: Of a flag that is a time.
 SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
+
+Made = TypeVar("Made")
 
 DEFAULT_LISTEN = ("127.0.0.1", 7400)
 
@@ -101,6 +103,7 @@ def decode_parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--prefill",
         type=addresses,
+        dest="prefillers",
         default=(),
         metavar="HOST:PORT[,...]",
         help="prefillers to use (default: start one as a child process)",
@@ -133,10 +136,13 @@ def check_port(host: str, port: int) -> None:
     open_listener(host, port).close()
 
 
-def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags that are named as the fields of a dataclass, as arguments for it."""
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in vars(arguments).items() if name in names}
+def given(kind: type[Made], arguments: argparse.Namespace, **more: object) -> Made:
+    """A dataclass of the flags that are named as its fields, or as those of dataclasses in it."""
+    kinds, known = get_type_hints(kind), vars(arguments) | more
+    for name, part in kinds.items():
+        if isinstance(part, type) and is_dataclass(part):
+            known[name] = given(part, arguments)
+    return kind(**{name: known[name] for name in kinds.keys() & known.keys()})
 
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:

@@ -38,8 +38,7 @@ _Line = msgspec.defstruct("_Line", _NULLABLE, forbid_unknown_fields=True)
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
     """Those of the command line, then those of the file. ValueError for what is wrong, OSError."""
-    stop = {"stop": tuple(arguments.stop or ())}
-    defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
+    defaults = given(SamplingParams, arguments, stop=tuple(arguments.stop or ()))
     prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
     if arguments.prompts_file is not None:
         prompts += _read_file(arguments.prompts_file, defaults)
