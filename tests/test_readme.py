@@ -73,8 +73,6 @@ def default_text(action: argparse.Action) -> str:
         return NAMED_DEFAULTS.get(action.option_strings[-1], "none")
     if default is False:
         return "off"
-    if isinstance(default, tuple):
-        return "{}:{}".format(*default)
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -19,8 +19,6 @@ SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
 
 Made = TypeVar("Made")
 
-DEFAULT_LISTEN = ("127.0.0.1", 7400)
-
 
 class OneLineParser(argparse.ArgumentParser):
     """A wrong flag gets one line, as every other mistake does; `--help` shows the rest."""
@@ -36,6 +34,10 @@ def address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+#: Of a flag that is an address.
+PLACE: dict[str, Any] = {"type": address, "metavar": "HOST:PORT"}
 
 
 def addresses(text: str) -> tuple[tuple[str, int], ...]:
@@ -68,9 +70,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
-    own.add_argument(
-        "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: the best there is"
-    )
+    own.add_argument("--transport", choices=TRANSPORTS, default="auto", help="for KV pages")
     own.add_argument("--rdma-device", metavar="NAME[:PORT],...", help="RDMA NICs to use")
     own.add_argument("--gid-index", type=int, metavar="N", help="their address")
     own.add_argument("--nic-map", metavar="MEMORY=NAME,..;..", help="which NICs move what")
@@ -83,13 +83,8 @@ def prefill_parser() -> argparse.ArgumentParser:
     """Flags of `run_prefill.py`."""
     parser = OneLineParser(prog="run_prefill.py", description="Compute prompts' KV for decoders.")
     add_node_flags(parser)
-    parser.add_argument(
-        "--listen",
-        type=address,
-        default=DEFAULT_LISTEN,
-        metavar="HOST:PORT",
-        help="where decoders connect (default 127.0.0.1:7400; port 0 picks one and prints it)",
-    )
+    what = "where decoders connect (default %(default)s; port 0 picks one and prints it)"
+    parser.add_argument("--listen", default="127.0.0.1:7400", help=what, **PLACE)
     return parser
 
 
@@ -100,15 +95,10 @@ def decode_parser() -> argparse.ArgumentParser:
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="a JSON object a line")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--prefill",
-        type=addresses,
-        dest="prefillers",
-        default=(),
-        metavar="HOST:PORT[,...]",
-        help="prefillers to use (default: start one as a child process)",
-    )
-    where.add_argument("--check", type=address, metavar="HOST:PORT", help="only try a prefiller")
+    where.add_argument("--check", help="only try a prefiller", **PLACE)
+    several: dict[str, Any] = {"type": addresses, "metavar": "HOST:PORT[,...]", "default": ()}
+    what = "prefillers to use (default: start one as a child process)"
+    where.add_argument("--prefill", dest="prefillers", help=what, **several)
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
     _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")
@@ -149,9 +139,8 @@ def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
     parser = OneLineParser()
     add_node_flags(parser)
-    names = vars(parser.parse_args([])).keys() - {"verbose", "trace"}
-    values = {name: getattr(arguments, name) for name in sorted(names)}
-    flags = [f"--{n.replace('_', '-')}={value}" for n, value in values.items() if value is not None]
-    flags += ["--verbose"] if arguments.verbose else []
-    trace = arguments.trace
-    return flags + ([f"--trace={trace.with_suffix('.prefiller.json')}"] if trace else [])
+    names = vars(parser.parse_args([])).keys() - {"verbose"}
+    trace = arguments.trace and arguments.trace.with_suffix(".prefiller.json")
+    values = vars(arguments) | {"trace": trace}
+    flags = [f"--{n.replace('_', '-')}={values[n]}" for n in names if values[n] is not None]
+    return flags + ["--verbose"] * arguments.verbose
