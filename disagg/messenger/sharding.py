@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disagg.config import ITEMSIZE
 from disagg.kv_layout import Offsets, PageOrder, heads_of_rank, pages_for
 
 #: One page of one layer of the whole model in bytes: `[rows, heads, bytes of a head in a row]`.
@@ -142,8 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if min(value for value in vars(given).values() if isinstance(value, int)) < 1:
         parser.error("expected numbers of at least 1")
-    vector_bytes = given.head_dim * ITEMSIZE["bfloat16"]
-    page = page_of(given.layout, given.page_size, given.heads, vector_bytes)
+    page = page_of(given.layout, given.page_size, given.heads, 2 * given.head_dim)  # bfloat16
     tp = given.prefill_tp, given.decode_tp
     num_pages = pages_for(given.tokens - 1, given.page_size)
     try:

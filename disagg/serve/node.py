@@ -198,11 +198,8 @@ class Node(Resource):
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
         memory = self._register_memory(transfer)
         role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
-        hello = memory.hello(
-            epoch=secrets.randbits(64),
-            role=role,
-            identity=_identity(self.config, self.model_config),
-        )
+        identity = _identity(self.config, self.model_config)
+        hello = memory.hello(epoch=secrets.randbits(64), role=role, identity=identity)
         self._trace.facts["epoch"] = str(hello.epoch)
         wiring = Wiring(
             transfer=transfer,
@@ -219,23 +216,16 @@ class Node(Resource):
         return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache, awaits_writes = self._kv_caches[0], bool(self.config.prefillers)
-        layout, heads = cache.layout, self.model_config.num_kv_heads
+        cache, heads = self._kv_caches[0], self.model_config.num_kv_heads
+        layout, vector_bytes = cache.layout, cache.layout.head_dim * cache.layout.itemsize
+        register = partial(_register, transfer, writable=bool(self.config.prefillers))
         return NodeMemory(
             layout=layout,
-            page=page_of(
-                layout.order,
-                layout.page_size,
-                heads,
-                layout.head_dim * layout.itemsize,
-                layout.num_vectors,
-            ),
+            page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
             tp=self.config.tp,
-            kv_regions=tuple(
-                _register(transfer, each.memory, awaits_writes) for each in self._kv_caches
-            ),
+            kv_regions=tuple(register(each.memory) for each in self._kv_caches),
             tail=cache.tail_layout,
-            tail_region=_register(transfer, cache.tail_memory, awaits_writes),
+            tail_region=register(cache.tail_memory),
             tail_bytes=cache.tail_memory.bytes,
             scratch_region=_register(transfer, self._scratch, False),
         )
