@@ -5,15 +5,17 @@
 
 Neither the engine nor its thread knows of text. Answers that share their news are all read by
 whoever waits for one of them, also those that are shown later, so that a stop string soon gives the
-pages back.
+pages back. Of a stop string no part is ever shown:
+
+    stop "END"      the text so far   "the E"   "the EN"   "the ENemy EN"   "the ENemy END of"
+                    visible           "the "    "the "     "the ENemy "     "the ENemy ", stopped
 """
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from disagg.request import FinishReason, Output, Request, TokenLogprobs
-from disagg.serve.stop_strings import visible
 from disagg.serve.tokenizer import TextStream
 
 #: Outputs of one answer or of several that the engine delivered and no `wait` has taken in yet.
@@ -88,3 +90,19 @@ class Answer:
         self.text, self._stopped = visible(self._whole_text, self.request.sampling.stop)
         if self._stopped:
             self.cancel()
+
+
+def visible(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """What may be shown of a text that goes on, and whether a stop string was found in it.
+
+    What could be the beginning of a stop string is held back, and shown when it turns out not to
+    be. Where two are found, the one that is complete first ends the text; of two that end at the
+    same character, the longer one. So what is shown does not depend on how the text came in pieces.
+    """
+    starts = [(text.find(string), string) for string in stop if string in text]
+    if starts:
+        _, start = min((start + len(string), start) for start, string in starts)
+        return text[:start], True
+    beginnings = (string[:count] for string in stop for count in range(1, len(string)))
+    num_held = max((len(start) for start in beginnings if text.endswith(start)), default=0)
+    return text[: len(text) - num_held], False

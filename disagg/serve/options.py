@@ -58,8 +58,9 @@ def writable(text: str) -> Path:
     return Path(text)
 
 
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that both nodes have; those in the first group must agree."""
+def _node_parser(script: str = "", what: str = "") -> OneLineParser:
+    """With the flags that both nodes have; those in the first group must agree."""
+    parser = OneLineParser(prog=script, description=what)
     same = parser.add_argument_group("must be the same on both nodes")
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
@@ -77,12 +78,12 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--poll-cpu", type=int, metavar="N", help="where to poll the NICs")
     own.add_argument("--trace", type=writable, metavar="FILE", help="write a timeline of the run")
     own.add_argument("--verbose", action="store_true", help="log what the node does")
+    return parser
 
 
 def prefill_parser() -> argparse.ArgumentParser:
     """Flags of `run_prefill.py`."""
-    parser = OneLineParser(prog="run_prefill.py", description="Compute prompts' KV for decoders.")
-    add_node_flags(parser)
+    parser = _node_parser("run_prefill.py", "Compute prompts' KV for decoders.")
     what = "where decoders connect (default %(default)s; port 0 picks one and prints it)"
     parser.add_argument("--listen", default="127.0.0.1:7400", help=what, **PLACE)
     return parser
@@ -90,8 +91,7 @@ def prefill_parser() -> argparse.ArgumentParser:
 
 def decode_parser() -> argparse.ArgumentParser:
     """Flags of `run_decode.py`."""
-    parser = OneLineParser(prog="run_decode.py", description="Answer prompts prefilled elsewhere.")
-    add_node_flags(parser)
+    parser = _node_parser("run_decode.py", "Answer prompts prefilled elsewhere.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="a JSON object a line")
     where = parser.add_mutually_exclusive_group()
@@ -137,9 +137,7 @@ def given(kind: type[Made], arguments: argparse.Namespace, **more: object) -> Ma
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
-    parser = OneLineParser()
-    add_node_flags(parser)
-    names = vars(parser.parse_args([])).keys() - {"verbose"}
+    names = vars(_node_parser().parse_args([])).keys() - {"verbose"}
     trace = arguments.trace and arguments.trace.with_suffix(".prefiller.json")
     values = vars(arguments) | {"trace": trace}
     flags = [f"--{n.replace('_', '-')}={values[n]}" for n in names if values[n] is not None]
