@@ -9,8 +9,8 @@ from pathlib import Path
 
 from disagg.request import SamplingParams
 from disagg.serve import exits, options
+from disagg.serve.answer import as_json
 from disagg.serve.default_model import MODEL_NAME
-from disagg.serve.report import as_json
 from tests.test_report import DONE, answered
 
 ROOT = Path(__file__).parents[1]

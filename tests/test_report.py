@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from disagg.hooks import TransferStats
 from disagg.request import FinishReason, Output, Request, SamplingParams, Timings, TokenLogprobs
-from disagg.serve.answer import Answer
-from disagg.serve.report import as_json, summary
+from disagg.serve.answer import Answer, as_json
+from disagg.serve.commands import summary
 
 DONE = Output(
     token_ids=(5, 6),

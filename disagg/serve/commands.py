@@ -13,14 +13,13 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from disagg.request import FinishReason, Output, Request
-from disagg.serve.answer import Answer, News
+from disagg.serve.answer import Answer, News, as_json
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.node import Node, NodeConfig
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
-from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
 
 
@@ -88,3 +87,22 @@ def _print_answer(index: int, answer: Answer, arguments: argparse.Namespace) -> 
     if completion.error is not None:
         print(f"error: prompt {index}: {completion.error}", file=sys.stderr)
     return completion
+
+
+def summary(completions: Sequence[Output], seconds: float) -> str:
+    """Tokens a second, mean time to first token, and what was moved, of all prompts together.
+
+    Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.
+    """
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    known = [c.timings.first_token for c in completions if c.timings and c.timings.first_token]
+    moved = [c.transfer for c in completions if c.transfer]
+    first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
+    span = sum(stats.span or 0.0 for stats in moved)
+    exposed = sum(stats.exposed or 0.0 for stats in moved)
+    hidden = f", {100 * (1 - exposed / span):.0f} % of the transfer hidden" if span else ""
+    return (
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"
+        f" {sum(stats.bytes for stats in moved) / 1e6:.2f} MB moved in"
+        f" {sum(stats.writes for stats in moved)} writes{hidden}"
+    )
