@@ -132,11 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Explain the pair that the command line describes. An MLA latent of n elements is one head of
     n / 2, for K and V count as two."""
     parser = argparse.ArgumentParser(description="Which bytes of a KV page go where.")
-    for flag, default in (
-        *(("--heads", 8), ("--head-dim", 128), ("--page-size", 16), ("--layers", 94)),
-        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096)),
-    ):
-        parser.add_argument(flag, type=int, default=default)
+    model = {"heads": 8, "head-dim": 128, "page-size": 16, "layers": 94, "tokens": 4096}
+    for name, default in (model | {"prefill-tp": 8, "decode-tp": 4}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--layout", choices=[*PageOrder], default=PageOrder.HND)
     given = parser.parse_args(arguments)
     if min(value for value in vars(given).values() if isinstance(value, int)) < 1:

@@ -63,7 +63,8 @@ def default_model(cache: Path | None = None) -> Path:
         return folder
     # Who waits here while another process fetches it has been told so. The kernel lets go of the
     # lock when its holder dies.
-    _say(f"fetching {MODEL_NAME} (93 MB), unless another process is at it: then wait for that")
+    what = f"fetching {MODEL_NAME} (93 MB) and converting it, which takes half a minute"
+    _say(f"{what}, unless another process is at it: then wait for that")
     with FileLock(cache / "lock"):
         if not folder.exists():
             _build(folder, cache / "building")
@@ -73,9 +74,7 @@ def default_model(cache: Path | None = None) -> Path:
 def _build(folder: Path, workplace: Path) -> None:
     shutil.rmtree(workplace, ignore_errors=True)  # what a killed process left
     try:
-        gguf_path = _fetch(workplace)
-        _say("converting it, about half a minute")
-        convert(gguf_path, workplace / "model").rename(folder)
+        convert(_fetch(workplace), workplace / "model").rename(folder)
         _say(f"{MODEL_NAME} is ready in {folder}")
     finally:
         shutil.rmtree(workplace, ignore_errors=True)

@@ -96,20 +96,14 @@ def decode_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="a JSON object a line")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--check", help="only try a prefiller", **PLACE)
-    several: dict[str, Any] = {"type": addresses, "metavar": "HOST:PORT[,...]", "default": ()}
-    what = "prefillers to use (default: start one as a child process)"
-    where.add_argument("--prefill", dest="prefillers", help=what, **several)
+    what = "HOST:PORT[,HOST:PORT...] of those to use (default: start one as a child process)"
+    where.add_argument("--prefill", dest="prefillers", type=addresses, default=(), help=what)
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
-    _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
     parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
     parser.add_argument("--request-timeout", default=120.0, help="for one prefill", **SECONDS)
-    return parser
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Named as the fields of `SamplingParams`, which checks what is in range."""
+    # Named as the fields of `SamplingParams`, which checks what is in range.
     group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
     group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
     group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
@@ -119,6 +113,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     group.add_argument("--logprobs", type=int, metavar="N", help="of N tokens, with --json")
+    return parser
 
 
 def check_port(host: str, port: int) -> None:
