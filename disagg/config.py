@@ -24,8 +24,8 @@ class ModelConfig:
     and k are normalized; `moe_layers` have experts in place of one MLP; `router_bias` says that
     they are chosen with a bias, from groups.
 
-    With MLA `kv_lora_rank` is above 0, and the KV of a token is one head with one vector of
-    `head_dim` = `kv_lora_rank + qk_rope_head_dim` elements.
+    `num_kv_vectors` are those of a KV head for a token: K and V. With MLA `kv_lora_rank` is above 0,
+    and a token has one KV head with one vector of `head_dim` = `kv_lora_rank + qk_rope_head_dim`.
     """
 
     vocab_size: int
@@ -35,6 +35,7 @@ class ModelConfig:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    num_kv_vectors: int = 2
     max_positions: int
     rms_norm_eps: float
     rope_parameters: Mapping[str, Any]
@@ -63,11 +64,6 @@ class ModelConfig:
     v_head_dim: int = 0
     num_mtp_layers: int = 0
     weight_block_size: tuple[int, int] | None = None
-
-    @property
-    def num_kv_vectors(self) -> int:
-        """Vectors of a head in the KV of a token: K and V, or the one latent of MLA."""
-        return 1 if self.kv_lora_rank else 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class SamplingParams:
     drawn before, on nothing else; without a seed the engine takes a random one.
 
     The model's end tokens (unless `ignore_eos`) and `stop_token_ids` end the output and are part of
-    it. `stop` strings end it too; they are found by whoever makes text (`serve/stop_strings.py`).
+    it. `stop` strings end it too; they are found by whoever makes text (`serve/answer.py`).
     `logprobs` asks for log-probabilities of each chosen token and of that many likeliest ones.
 
     ValueError names a field that is out of range.

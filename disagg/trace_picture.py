@@ -7,31 +7,20 @@ its prefillers are behind (by the travel of a heartbeat on one host). Others are
 """
 
 import argparse
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from matplotlib import colormaps
-from matplotlib.collections import PolyCollection
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from disagg.trace import Event, Timeline
 
 #: Larger than any process id, so that processes of two hosts stay apart.
 MAX_PID = 1 << 22
-
-#: Of spans that are no layer's, by name or by track.
-COLOURS = {
-    "steps": "tab:blue",
-    "step with prefill": "tab:orange",
-    "KV transfer": "tab:green",
-    "queued": "lightgrey",
-    "prefill": "moccasin",
-    "decode": "lightsteelblue",
-    "tail": "tab:red",
-    "norm, tails": "grey",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,38 +72,31 @@ def draw(timeline: Timeline) -> Figure:
             rows.setdefault((event.pid not in writers, event.pid, event.cat), []).append(event)
     if not rows:
         raise ValueError("the trace holds no spans; expected some, got a process without work")
-    layers = [int(event.name[6:]) for event in spans if re.fullmatch(r"layer \d+", event.name)]
-    last = max(layers, default=0)
-    scale = colormaps["viridis"]
-    colours = COLOURS | {f"layer {layer}": scale(layer / max(1, last)) for layer in layers}
+    layers = {event.name: int(event.name[6:]) for event in spans if event.name[:6] == "layer "}
+    last = max([1, *layers.values()])
+    scale = ScalarMappable(Normalize(0, last), "viridis")
+    colours: dict[str, Any] = {name: scale.cmap(layer / last) for name, layer in layers.items()}
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(rows)), layout="constrained")
     title = "KV leaves layer by layer while the next layers are computed"
     axes = figure.add_subplot(xmargin=0.01, xlabel="time (ms)", title=title)
     start = min(event.ts for event in spans)
-    shown: dict[str, PolyCollection] = {}
     for row, key in enumerate(sorted(rows)):
         lanes = sorted({event.tid for event in rows[key]})
         height = 0.8 / len(lanes)
         for event in rows[key]:
+            kind = event.cat if event.cat in ("steps", "KV transfer") else event.name
+            colour = colours.setdefault(kind, f"C{len(colours) - len(layers)}")
             where = ((event.ts - start) / 1e3, event.dur / 1e3)
-            lane, label = (row + lanes.index(event.tid) * height, height), _label(event, colours)
+            lane = (row + lanes.index(event.tid) * height, height)
             # Edges make short spans wide enough to be seen, and tell steps from each other.
-            edge = "white" if event.cat == "steps" else colours[label]
-            shown[label] = axes.broken_barh(
-                [where], lane, facecolor=colours[label], edgecolor=edge, linewidth=0.6, label=label
-            )
+            edge = "white" if kind == "steps" else colour
+            axes.broken_barh([where], lane, facecolor=colour, edgecolor=edge, linewidth=0.6)
     names = {e.pid: e.args["name"] for e in timeline.trace_events if e.name == "process_name"}
     tracks = [f"{names.get(pid, pid)}: {cat}" for _, pid, cat in sorted(rows)]
     axes.set_yticks([row + 0.4 for row in range(len(rows))], tracks)
     axes.invert_yaxis()
-    for layer in {*layers} - {0, last}:
-        shown.pop(f"layer {layer}", None)
-    figure.legend(handles=list(shown.values()), ncols=5, loc="outside lower center")
+    if writers:
+        figure.colorbar(scale, ax=axes, label="layer")
+    handles = [Patch(color=colours[kind], label=kind) for kind in colours if kind not in layers]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
     return figure
-
-
-def _label(event: Event, colours: Mapping[str, object]) -> str:
-    """What the legend calls a span."""
-    if event.cat == "steps":
-        return "steps" if event.args.get("largest") == 1 else "step with prefill"
-    return next((kind for kind in (event.name, event.cat) if kind in colours), "norm, tails")

@@ -61,6 +61,7 @@ IDENTITY = Identity(
     num_layers=NUM_LAYERS,
     num_draft_layers=0,
     num_kv_heads=1,
+    num_kv_vectors=2,
     head_dim=1,
     hidden_size=8,
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import re
 import socket
 import threading
@@ -34,6 +35,14 @@ LISTEN = ("127.0.0.1", 0)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A mapping keeps a descriptor of its own until the last view is gone, and a closed node is a
+    cycle of such views."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -168,9 +168,9 @@ def test_the_flags_for_rdma_reach_the_nics_and_the_messengers_thread(model, monk
     assert not any(machine.fabric.open.values())
     machine.opened.clear()
     arguments = decode_parser().parse_args([*flags, "--nic-map=cpu=mlx5_6"])
-    arguments.model = model
+    arguments.model, arguments.prefillers = model, (where,)
     with pytest.raises(ValueError, match="cannot connect"):
-        _start(arguments, (where,))
+        _start(arguments)
     assert machine.opened == [("mlx5_6", 1, 1)]
-    assert machine.polled_on == [{7}, {7}]
+    assert machine.polled_on == [{7}], "no thread begins before the links are up"
     assert not any(machine.fabric.open.values())

@@ -48,7 +48,7 @@ def test_flags_are_for_all_prompts_and_a_line_goes_before_them(read):
     found = read(
         '{"prompt": "one"}\n'
         "\n"
-        '{"prompt_token_ids": [3, 4], "max_tokens": 1, "temperature": 0, "stop": "c"}\r\n'
+        '{"prompt_token_ids": [3, 4], "max_tokens": 1, "temperature": 0, "stop": ["c"]}\r\n'
         '{"prompt": "\u2028three", "stop": [], "ignore_eos": false, "top_p": 1, "seed": null}',
         *FLAGS,
         "zero",
@@ -95,6 +95,7 @@ def test_every_field_can_be_set_in_a_line(read):
         ('{"prompt": "x", "temperature": -1}', "temperature: Expected"),
         ('{"prompt": "x", "top_p": 2}', "top_p: Expected"),
         ('{"prompt": "x", "stop": ["a", ""]}', "stop: Expected"),
+        ('{"prompt": "x", "stop": "a"}', r"got `str` - at `\$.stop`"),
         ('{"prompt": "x", "logprobs": 99}', "logprobs: Expected"),
     ],
 )

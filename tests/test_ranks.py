@@ -50,7 +50,7 @@ def oracle(model):
 
 
 def pids_of(node):
-    return [process.pid for process in node._ranks._processes]
+    return [process.pid for process in node._engine._runner._processes]
 
 
 def children_of(pid: int) -> list[int]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from disagg.request import SamplingParams
 from disagg.serve import exits, options
+from disagg.serve.answer import as_json
 from disagg.serve.default_model import MODEL_NAME
-from disagg.serve.report import as_json
 from tests.test_report import DONE, answered
 
 ROOT = Path(__file__).parents[1]
@@ -73,8 +73,6 @@ def default_text(action: argparse.Action) -> str:
         return NAMED_DEFAULTS.get(action.option_strings[-1], "none")
     if default is False:
         return "off"
-    if isinstance(default, tuple):
-        return "{}:{}".format(*default)
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 

@@ -14,8 +14,8 @@ from disagg.request import (
     TokenLogprobs,
     TransferStats,
 )
-from disagg.serve.answer import Answer
-from disagg.serve.report import as_json, summary
+from disagg.serve.answer import Answer, as_json
+from disagg.serve.commands import summary
 
 DONE = Output(
     token_ids=(5, 6),

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disagg.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from disagg.serve.answer import Answer
-from disagg.serve.stop_strings import visible
+from disagg.serve.answer import Answer, visible
 from disagg.serve.tokenizer import REPLACEMENT, Tokenizer
 from tests.balance import engine_balance
 from tests.nodes import DEADLINE_SECONDS, HeldNode, Oracle, node_config, prompt_of, wait_until

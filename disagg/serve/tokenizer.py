@@ -16,10 +16,6 @@ from transformers import PreTrainedTokenizerFast
 #: What a tokenizer shows for bytes that are no character, or not yet.
 REPLACEMENT = "\ufffd"
 
-#: A UTF-8 character has at most four bytes, so at most three tokens wait for the rest of one.
-#: Tokenizers show them as one replacement character, or as one for each byte.
-MAX_UNFINISHED = 3
-
 
 class Tokenizer:
     """The tokenizer of a model folder."""
@@ -35,9 +31,8 @@ class Tokenizer:
         if not chat:
             return list(self._inner.encode(prompt))
         if self._inner.chat_template is None:
-            raise ValueError(
-                "the model has no chat template; give the prompt as plain text (--raw)"
-            )
+            why = "the model has no chat template; give the prompt as plain text (--raw)"
+            raise ValueError(why)
         messages = [{"role": "user", "content": prompt}]
         text = self._inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # The template has written the begin token already, if the model wants one.
@@ -53,34 +48,23 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        # Tokens are decoded after those that ended the text returned so far, which are whole
-        # characters: some tokenizers drop a space in front of the first word they see.
-        self._window: list[int] = []
-        self._num_before = 0  # tokens of the window
-        self._num_returned = 0  # characters of the window's text
+        #: Tokens whose text is not returned yet, and those right before them. They are decoded
+        #: together: some tokenizers drop a space in front of the first word they see.
+        self._waiting: list[int] = []
+        self._before: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token, perhaps empty."""
-        self._window.append(token_id)
-        text = self._text()
-        num_unfinished = len(text) - len(text.rstrip(REPLACEMENT))
-        if num_unfinished and len(self._window) - self._num_before <= MAX_UNFINISHED:
-            return ""
-        return self._take(text, len(text) - min(num_unfinished, MAX_UNFINISHED))
+        self._waiting.append(token_id)
+        whole = self._decode(self._before + self._waiting)
+        return "" if whole.endswith(REPLACEMENT) else self.finish()
 
     def finish(self) -> str:
         """What was held back, as replacement characters."""
-        text = self._text()
-        return self._take(text, len(text))
+        num_returned = len(self._decode(self._before))
+        text = self._decode(self._before + self._waiting)[num_returned:]
+        self._before, self._waiting = self._waiting, []
+        return text
 
-    def _take(self, text: str, end: int) -> str:
-        taken = text[self._num_returned : end]
-        self._num_returned = max(self._num_returned, end)
-        if end == len(text):
-            del self._window[: self._num_before]
-            self._num_before = len(self._window)
-            self._num_returned = len(self._text())
-        return taken
-
-    def _text(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
