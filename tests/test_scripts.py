@@ -231,7 +231,7 @@ BROKEN = [
     (without_tensor, "lacks the tensor model.layers.1.mlp.up_proj.weight"),
     (
         wrong_shape,
-        r"model.layers.1.mlp.up_proj.weight in .* expected \[96, 64\] .* got \[95, 64\]",
+        r"model.layers.1.mlp.up_proj.weight in .* expected \[96, 64\], got \[95, 64\]",
     ),
     (truncated, "damaged or half copied"),
 ]
