@@ -24,8 +24,8 @@ class ModelConfig:
     and k are normalized; `moe_layers` have experts in place of one MLP; `router_bias` says that
     they are chosen with a bias, from groups.
 
-    `num_kv_vectors` are those of a KV head for a token: K and V. With MLA `kv_lora_rank` is above 0,
-    and a token has one KV head with one vector of `head_dim` = `kv_lora_rank + qk_rope_head_dim`.
+    `num_kv_vectors` are those of a KV head for a token: K and V. With MLA, where `kv_lora_rank` is
+    above 0, a token has one KV head and one vector: `head_dim = kv_lora_rank + qk_rope_head_dim`.
     """
 
     vocab_size: int

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from disagg.model import layers
 from disagg.model.layers import (
     GatedMLP,
     Linear,
@@ -85,7 +86,11 @@ def test_fused_linear_is_the_parts_side_by_side_in_the_order_given(bias: bool) -
 
 
 @pytest.mark.parametrize(("num_tokens", "bias"), [(1, False), (16, True), (19, True), (300, False)])
-def test_one_layout_of_a_weight_serves_all_batch_sizes(num_tokens: int, bias: bool) -> None:
+@pytest.mark.parametrize("small", [False, True])
+def test_one_layout_of_a_weight_serves_all_batch_sizes(
+    num_tokens: int, bias: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "SMALL_WEIGHT", 70 * 33 if small else 0)
     generator = torch.Generator().manual_seed(2)
     weight, offset = torch.randn(70, 33, generator=generator), torch.randn(70, generator=generator)
     x = torch.randn(num_tokens, 33, generator=generator)
