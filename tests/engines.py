@@ -16,7 +16,7 @@ import numpy as np
 
 from disagg.transfer.control import Control, Opened
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
-from disagg.transfer.medium import Link
+from disagg.transfer.medium import Job, Link
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
 from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
@@ -106,6 +106,12 @@ def write_pages(engine: TransferEngine, peer: Peer, *pages_and_imm) -> Ticket:
 def link_of(node, peer: Peer) -> Link:
     """What moves a node's writes to an open peer."""
     return node.engine._link(peer)
+
+
+def open_jobs(engine: QueuedEngine) -> dict[Ticket, Job]:
+    """Of its tickets that have not ended."""
+    links = map(engine._link, engine._links)
+    return {job.ticket: job for link in links for job in (*link.jobs, *link.out)}
 
 
 def in_halves(inside: Callable[[], None]) -> Copy:

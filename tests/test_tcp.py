@@ -22,7 +22,14 @@ from disagg.transfer.interface import (
 )
 from disagg.transfer.tcp import CALL_BYTES, FRAME_BYTES, MAX_FRAME_WRITES
 from disagg.transfer.wire import Opening, encode_opening, framed
-from tests.engines import OpeningControl, link_of, tcp_engine, write, write_pages
+from tests.engines import (
+    OpeningControl,
+    link_of,
+    open_jobs,
+    tcp_engine,
+    write,
+    write_pages,
+)
 from tests.test_transfer_conformance import (
     DEADLINE_SECONDS,
     KIB,
@@ -159,7 +166,7 @@ def test_a_peer_that_does_not_read_stops_its_own_writes_only(world):
     world.nodes.remove(sleeper)
     writer.bytes[:] = 1
     ticket = write_all(writer, there, sleeper, 64 * KIB)
-    job = writer.engine._open[ticket]
+    job = open_jobs(writer.engine)[ticket]
     owner.engine.expect(other_back, 2, 256)
     write_all(writer, other, owner, 64 * KIB, imm=2)
     writer.engine.send(other, b"still there")
@@ -190,7 +197,7 @@ def test_a_withdrawn_ticket_ends_when_its_last_frame_is_sent(world):
     make_buffers_small(owner, back)
     world.rounds(5)
     first, second = (write_all(writer, there, owner, 64 * KIB, imm) for imm in (1, 2))
-    while not writer.engine._open[first].num_posted:
+    while not open_jobs(writer.engine)[first].num_posted:
         writer.poll()
     assert writer.engine.withdraw([first, second]) == FRAME_BYTES // (64 * KIB)
     # The frame of the first is half sent, and reads its source. Of the second there is none.

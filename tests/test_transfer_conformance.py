@@ -42,6 +42,7 @@ from tests.engines import (
     in_halves,
     once,
     open_descriptors,
+    open_jobs,
     shm_engine,
     tcp_engine,
     verbs_maker,
@@ -85,7 +86,7 @@ def interrupted_verbs(inside):
 
     def poll_and_look(timeout):
         events = poll(timeout)
-        if any(job.num_posted for job in engine._open.values()):
+        if any(job.num_posted for job in open_jobs(engine).values()):
             act()
         return events
 

@@ -31,7 +31,6 @@ class Job:
     region; every offset was checked. `under_way`: chains or frames that still read them."""
 
     ticket: Ticket
-    peer: Peer
     pages: Pages
     source: Bytes
     imm: int

@@ -43,7 +43,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._started = False
         #: By name: of each medium that was offered, then of the chosen one alone.
         self._links: dict[Peer, dict[str, Link]] = {}
-        self._open: dict[Ticket, Job] = {}
         self._last_ticket = 0
         self._fencing: dict[Peer, dict[str, Link]] = {}  # lost, not fenced yet
         self._events: list[interface.Event] = []
@@ -99,10 +98,8 @@ class QueuedEngine(interface.TransferEngine, Resource):
             raise TransferError(f"destination: region {dst} is none that the peer lets us write to")
         interface.check_offsets("destination", dst_offsets, page_bytes, sizes[dst])
         pages = Pages(region, dst, page_bytes, src_offsets, dst_offsets)
-        job = Job(ticket=self._last_ticket, peer=peer, pages=pages, source=source, imm=imm)
-        self._open[job.ticket] = job
-        link.jobs.append(job)
-        return job.ticket
+        link.jobs.append(Job(ticket=self._last_ticket, pages=pages, source=source, imm=imm))
+        return self._last_ticket
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
         self._counter.expect(peer, imm, count)
@@ -111,21 +108,20 @@ class QueuedEngine(interface.TransferEngine, Resource):
         self._counter.lower(imm, count)
 
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
-        jobs = [self._open[ticket] for ticket in tickets if ticket in self._open]
-        if len(jobs) < len(tickets) or not all(self._control.is_open(job.peer) for job in jobs):
-            return None  # the peer is lost: what it will still count is unknown
-        for job in jobs:
-            link = self._link(job.peer)
-            if job in link.jobs:
-                link.jobs.remove(job)
-                link.out.append(job)  # it ends with those writes that were posted
-        return sum(job.num_posted for job in jobs)
+        num_posted = []
+        for link in map(self._link, filter(self._control.is_open, self._links)):
+            for job in [job for job in (*link.jobs, *link.out) if job.ticket in tickets]:
+                num_posted.append(job.num_posted)
+                if job in link.jobs:
+                    link.jobs.remove(job)
+                    link.out.append(job)  # it ends with those writes that were posted
+        # Some are not there if a peer is lost: what it will still count is unknown.
+        return sum(num_posted) if len(num_posted) == len(tickets) else None
 
     def poll(self, timeout: float) -> list[interface.Event]:
         self._post_next()
         for peer in self._links:
             for job in self._link(peer).settle():
-                del self._open[job.ticket]
                 self._events.append(interface.WritesDone(ticket=job.ticket))
         can_post = any(self._link(peer).can_post() for peer in self._links)
         if can_post or self._events or self._counter.reached:
@@ -204,7 +200,6 @@ class QueuedEngine(interface.TransferEngine, Resource):
         for link in self._fencing[peer].values():
             link.revoke()
         self._counter.forget_peer(peer)
-        self._open = {t: job for t, job in self._open.items() if job.peer != peer}
 
     def _look_at_fences(self) -> None:
         for peer, links in list(self._fencing.items()):

@@ -31,7 +31,7 @@ import pytest
 
 from disagg.transfer import verbs_device
 from disagg.transfer.interface import MessageReceived, PeerFenced, PeerLost
-from tests.engines import RDMA_DEVICES, link_of, verbs_maker, write_pages
+from tests.engines import RDMA_DEVICES, link_of, open_jobs, verbs_maker, write_pages
 from tests.rdma_vm.patient import FOR_EVER
 from tests.test_transfer_conformance import KIB, MIB, World, noise
 
@@ -121,7 +121,7 @@ class Pair:
     @property
     def open(self):
         """Tickets of which some writes are not acknowledged."""
-        return self.writer.engine._open
+        return open_jobs(self.writer.engine)
 
     @property
     def link(self):
@@ -262,7 +262,7 @@ def write_until_lost(world, writer, address, target):
 
     world.run(lambda: told() or is_over(), SECONDS)
     while not is_over():
-        if len(writer.engine._open) < 2:
+        if len(open_jobs(writer.engine)) < 2:
             imm = int(told()[0])
             write_pages(writer.engine, peer, writer.region, target, PAGE_BYTES, PAGES, PAGES, imm)
         writer.poll(0.001)
