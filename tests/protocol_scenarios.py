@@ -546,7 +546,7 @@ def probe_is_served(code: Code) -> None:
     assert any(type(m).__name__ == "Hello" for m in probe.hear(probe.hello(Role.PROBE)))
     probe.transfer.expect(probe.peer, 7, 4)
     probe.target[:] = 0xEE
-    wanted = ProbeRequest(attempt_id=1, page_bytes=32, num_pages=4, imm=7)
+    wanted = ProbeRequest(page_bytes=32, num_pages=4, imm=7)
     assert ImmReached(imm=7) in probe.hear(wanted)
     assert (probe.target[:128] == 0).all() and (probe.target[128:] == 0xEE).all()
     for changes, why in (

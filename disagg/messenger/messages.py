@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
@@ -136,7 +136,6 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From a probe: write `num_pages` times `page_bytes` into my tail region, each with `imm`. A
     `PrefillStopped` answers what would leave this or the prefiller's scratch, or is too much."""
 
-    attempt_id: U64
     page_bytes: PositiveU32
     num_pages: PositiveU32
     imm: PositiveU32

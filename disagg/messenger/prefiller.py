@@ -128,7 +128,7 @@ class PrefillerMessenger(Messenger):
             pages = Pages(scratch, there, nbytes, src, numbers * nbytes)
             self._transfer.write_pages(peer, pages, imm)
         except TransferError as error:
-            self._reject(peer, probe.attempt_id, str(error), permanent=True)
+            self._reject(peer, 0, str(error), permanent=True)  # a probe is no attempt
 
     def _on_peer_lost(self, peer: Peer, why: str) -> None:
         link = self._links.pop(peer, None)

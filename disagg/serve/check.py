@@ -27,13 +27,7 @@ import numpy as np
 from disagg.config import ITEMSIZE
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.messages import (
-    MAX_PROBE_PAGES,
-    PrefillStopped,
-    ProbeRequest,
-    ProtocolError,
-    Role,
-)
+from disagg.messenger.messages import MAX_PROBE_PAGES, PrefillStopped, ProtocolError, Role
 from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
@@ -161,7 +155,7 @@ class _Probe:
         """Ask for writes and expect `count` of them; returns the imm they carry."""
         self._imm += 1
         self._engine.expect(self._peer, self._imm, count)
-        wish = ProbeRequest(attempt_id=0, page_bytes=page_bytes, num_pages=num_pages, imm=self._imm)
+        wish = messages.ProbeRequest(page_bytes=page_bytes, num_pages=num_pages, imm=self._imm)
         self._engine.send(self._peer, messages.encode(wish))
         return self._imm
 
