@@ -16,8 +16,9 @@ prefill job belong to the job until `ReleasePrefill`.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from disagg.request import SamplingParams, TransferStats
 
@@ -30,8 +31,7 @@ class NextStep(enum.StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FetchKV:
+class FetchKV(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to have a prompt prefilled elsewhere.
 
     `attempt` is a number (u64) that no other attempt of any engine has: it names this one on both
@@ -48,8 +48,7 @@ class FetchKV:
     dp_rank: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
 
     `number` is the request's or, of a prefill job, the job's. `page_indices` holds every token up
@@ -87,8 +86,7 @@ class DecodeHooks(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVFailed:
+class KVFailed(msgspec.Struct, frozen=True, kw_only=True):
     """The attempt will not complete. Its pages and slot stay its own until `KVEnded`."""
 
     attempt: int
@@ -96,16 +94,14 @@ class KVFailed:
     then: NextStep
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVStuck:
+class KVStuck(msgspec.Struct, frozen=True, kw_only=True):
     """A lost prefiller hangs inside a copy into what this failed or cancelled attempt owns; nobody
     knows how long. `KVEnded` still follows, if that process ever goes on or ends."""
 
     attempt: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVEnded:
+class KVEnded(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing can land in the pages and the tail slot of the attempt any more.
 
     With `transfer` every write has landed and the tail carries the attempt's id: if the request
@@ -116,16 +112,14 @@ class KVEnded:
     transfer: TransferStats | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartPrefill:
+class StartPrefill(msgspec.Struct, frozen=True, kw_only=True):
     """Compute positions 0..N-2 of a prompt of N >= 2 tokens. `job` is its attempt's number."""
 
     job: int
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReleasePrefill:
+class ReleasePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """No write reads the job's pages or its tail slot any more, and none will: drop the job."""
 
     job: int

@@ -25,7 +25,8 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Collection
-from dataclasses import dataclass
+
+import msgspec
 
 from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck, NextStep
 from disagg.kv_layout import TailLayout
@@ -50,8 +51,7 @@ class AttemptState(enum.IntEnum):
     FENCING = 4  # the peer is gone; its writes may still land
 
 
-@dataclass(kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, kw_only=True):
     """One `FetchKV` in work. `deadline` is on the messenger's clock, in seconds."""
 
     fetch: FetchKV

@@ -17,8 +17,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from disagg.hooks import ReleasePrefill, Span
@@ -32,8 +32,7 @@ from disagg.transfer.interface import Pages, Peer, Ticket, TransferError, Writes
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, kw_only=True):
     """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
     written into theirs (`plan`)."""
 
@@ -43,8 +42,7 @@ class Link:
     plan: Sequence[Sequence[Slice]]
 
 
-@dataclass(kw_only=True)
-class Attempt:
+class Attempt(msgspec.Struct, kw_only=True):
     """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
 
     `open_tickets` has what was handed to the transfer engine and did not end yet: what it is, its
@@ -56,7 +54,7 @@ class Attempt:
     request: PrefillRequest
     slices: Sequence[Slice]
     opened: float
-    open_tickets: dict[Ticket, tuple[str, int, float]] = field(default_factory=dict)
+    open_tickets: dict[Ticket, tuple[str, int, float]] = {}
     num_ended: int = 0
     is_stopped: bool = False
     first_post: float = math.inf

@@ -10,7 +10,8 @@ The halves are `decoder.py` and `prefiller.py`.
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+
+import msgspec
 
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
@@ -21,8 +22,7 @@ from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wiring:
+class Wiring(msgspec.Struct, frozen=True, kw_only=True):
     """What a messenger and its parts are built on. `post` tells the engine, `clock` is seconds.
 
     `rng` draws the replica set of each request.
@@ -34,8 +34,8 @@ class Wiring:
     config: MessengerConfig
     clock: Callable[[], float]
     post: Callable[[EngineEvent], None]
-    trace: Trace = field(default_factory=Trace)
-    rng: random.Random = field(default_factory=random.Random)
+    trace: Trace = msgspec.field(default_factory=Trace)
+    rng: random.Random = msgspec.field(default_factory=random.Random)
 
 
 class Messenger(ABC):

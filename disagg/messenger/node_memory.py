@@ -5,8 +5,7 @@ tail_region  | slot 0: words, hidden state | ...          (kv_layout.TailLayout)
 scratch      | the pattern that a probe may ask for |
 """
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,8 +18,7 @@ from disagg.transfer.interface import MemoryRegion
 PROBE_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeMemory:
+class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
     """`layout` is that of each rank, `page` one of the whole model, whose heads `tp` ranks share.
 
     `tail_bytes` is a view of the whole tail region: uint8 `[tail.region_bytes]`.

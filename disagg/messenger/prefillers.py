@@ -7,7 +7,8 @@ DOWN --connect--> GREETING --Hello fits--> READY
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from disagg.messenger.admission import check_hello
 from disagg.messenger.messages import Hello, ProtocolError, Role
@@ -21,8 +22,7 @@ Address = tuple[str, int]
 MAX_DELAY = 2.0
 
 
-@dataclass(kw_only=True)
-class Prefiller:
+class Prefiller(msgspec.Struct, kw_only=True):
     """One address: DOWN without `peer`, GREETING until `hello` came, then READY.
 
     `num_failures` counts attempts that failed since the last one that worked. `delay` is the pause
@@ -44,8 +44,7 @@ class Prefiller:
     retired: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoPrefiller:
+class NoPrefiller(msgspec.Struct, frozen=True, kw_only=True):
     """Why no prefiller can take a prompt. `permanent`: none of all there are could ever take it."""
 
     why: str

@@ -18,8 +18,8 @@ Both sides use this file: the prefiller for what it writes, the decoder for what
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets, PageOrder, heads_of_rank, pages_for
@@ -32,8 +32,7 @@ SIZES = (1 << 10, 1 << 13, 1 << 16)
 PUBLISHED = (("ConnectX-7 (400G)", (91, 320, 370)), ("EFA (2x200G)", (17, 138, 364)))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The heads that two ranks share: runs of `nbytes` each, contiguous in both ranks' pages.
 
     The offsets say where the runs begin in either rank's page, in bytes: int64 `[num_runs]`.

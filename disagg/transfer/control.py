@@ -21,8 +21,9 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
+
+import msgspec
 
 from disagg.transfer import wire
 from disagg.transfer.interface import MessageReceived, Peer, PeerLost, TransferError
@@ -40,16 +41,14 @@ PATH_CHECK = (
 ACCEPT_PAUSE_SECONDS = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True, kw_only=True):
     """The peer's opening fits. Answered with `open()`, if it called us, and `ready()`."""
 
     peer: Peer
     opening: wire.Opening
 
 
-@dataclass(frozen=True, kw_only=True)
-class NoteReceived:
+class NoteReceived(msgspec.Struct, frozen=True, kw_only=True):
     """What the peer's link says to ours; in order with the messages."""
 
     peer: Peer
@@ -62,8 +61,7 @@ ControlEvent = Opened | MessageReceived | NoteReceived | PeerLost
 Take = Callable[[wire.Wire], None]
 
 
-@dataclass(kw_only=True, eq=False)
-class _Connection(wire.Wire):
+class _Connection(wire.Wire, kw_only=True, eq=False):
     """`waiting`: messages to send when it is `ready`. `joins`: by key, what takes a connection that
     joins it. `announced`: the user knows it, for it is the user's or a message came. It ends if it
     is not ready and announced by the `deadline`; from then on the user watches its silence."""
@@ -72,8 +70,8 @@ class _Connection(wire.Wire):
     announced: bool
     deadline: float
     ready: bool = False
-    waiting: bytearray = field(default_factory=bytearray)
-    joins: dict[bytes, Take] = field(default_factory=dict)
+    waiting: bytearray = msgspec.field(default_factory=bytearray)
+    joins: dict[bytes, Take] = msgspec.field(default_factory=dict)
 
 
 class Control:

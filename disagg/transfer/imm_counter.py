@@ -7,13 +7,12 @@
 Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from disagg.transfer.interface import MAX_IMM, Peer
 
 
-@dataclass(kw_only=True)
-class _Expectation:
+class _Expectation(msgspec.Struct, kw_only=True):
     peer: Peer
     count: int
     arrived: int = 0

@@ -15,9 +15,9 @@ what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
@@ -34,8 +34,7 @@ class TransferError(ValueError):
     """A transfer could not be set up or posted: what, expected and got, what to do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """`nbytes` at `address` of this process; the same bytes lie at `fd_offset` of `fd`, if any.
 
     Not `writable`: a source for writes alone. Whoever connects may write to writable memory from
@@ -50,8 +49,7 @@ class Memory:
     writable: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryRegion:
+class MemoryRegion(msgspec.Struct, frozen=True, kw_only=True):
     """Registered memory. Its number is all that a connected peer needs to write into it."""
 
     memory: Memory
@@ -70,30 +68,26 @@ class Pages(NamedTuple):
     destination_offsets: Offsets
 
 
-@dataclass(frozen=True, kw_only=True)
-class WritesDone:
+class WritesDone(msgspec.Struct, frozen=True, kw_only=True):
     """Every write of the ticket completed: its source bytes will not be read again."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImmReached:
+class ImmReached(msgspec.Struct, frozen=True, kw_only=True):
     """As many writes with this immediate as expected have arrived; said once per `expect`."""
 
     imm: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class MessageReceived:
+class MessageReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A message. The first one of an unknown `peer` is how an accepted connection shows itself."""
 
     peer: Peer
     data: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True, kw_only=True):
     """The connection is over; said once for each, also of a caller that never spoke.
 
     No write of ours to it reads its source any more; its open tickets end without an event of their
@@ -104,8 +98,7 @@ class PeerLost:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeerFenced:
+class PeerFenced(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing of this lost peer can land in our memory any more. Follows its `PeerLost`."""
 
     peer: Peer

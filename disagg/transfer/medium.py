@@ -12,9 +12,9 @@ that has no more waits in `out` until none of its writes is `under_way`; then it
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,8 +25,7 @@ from disagg.transfer.interface import Memory, Pages, Peer, Ticket, TransferError
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(kw_only=True, eq=False)
-class Job:
+class Job(msgspec.Struct, kw_only=True, eq=False):
     """The writes of a ticket, of which `num_posted` are out. `source` has the bytes of the source
     region; every offset was checked. `under_way`: chains or frames that still read them."""
 
@@ -43,8 +42,7 @@ class Job:
         return len(self.pages.source_offsets) - self.num_posted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Connection:
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
     """What a link is made for. `outgoing`: this side connected. `arrived(imm, count)` counts what
     the peer wrote; it is called from the control's `poll`."""
 

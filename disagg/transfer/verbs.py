@@ -28,7 +28,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
@@ -56,8 +55,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Depths:
+class Depths(msgspec.Struct, frozen=True, kw_only=True):
     """What a queue pair holds: `sends` on their way, and `receives` for what the peer writes before
     we look (two layers' pages; the queues of some NICs hold 4063). Both are posted in chains; of
     sends, only the last one reports its completion, for all of them."""

@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,8 +83,7 @@ def framed(data: bytes, *, note: bool = False) -> bytes:
     return _LENGTH.pack(len(data) | _NOTE * note) + data
 
 
-@dataclass(kw_only=True, eq=False)
-class Wire:
+class Wire(msgspec.Struct, kw_only=True, eq=False):
     """One socket; `address` is the other side's, for people. `connected`: no longer connecting.
     `opened`: the other side's opening is here, or none is to come."""
 
@@ -93,8 +91,8 @@ class Wire:
     address: str
     connected: bool
     opened: bool = False
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
+    received: bytearray = msgspec.field(default_factory=bytearray)
+    unsent: bytearray = msgspec.field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
