@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.kv_layout import PageOrder
-from disagg.messenger.decoder import DecoderMessenger
 from disagg.request import FinishReason, Request, SamplingParams
 from disagg.serve.answer import Answer
 from disagg.serve.node import Node, NodeConfig
@@ -154,13 +153,7 @@ class Pair:
 
 def balance_of(node: Node) -> tuple[Balance, int]:
     """What is free and open in a node's engine and in its messenger."""
-    messenger = node._messenger
-    open_attempts = (
-        messenger._attempts
-        if isinstance(messenger, DecoderMessenger)
-        else messenger._writer.attempts
-    )
-    return engine_balance(node._engine), len(open_attempts)
+    return engine_balance(node._engine), len(node._messenger._attempts)
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def finished_still_waits_for_the_count(code: Code) -> None:
                 while conn.messages[end]:
                     world.network.deliver(conn, end)
 
-        while node.transfer.next_ticket == 1 or len(node.messenger._writer.attempts):
+        while node.transfer.next_ticket == 1 or len(node.messenger._attempts):
             deliver()
             happens = [*node.actions(), *node.transfer.medium_actions()]
             happens += [decoder.step, lambda m=decoder.messenger: m.poll(0)]
@@ -300,7 +300,7 @@ def lost_peers_leave_nothing(code: Code) -> None:
     assert len(prefiller._links) == 1, "a lost decoder is still greeted"
     assert len(prefiller._silence) == len(decoder._silence) == 1
     assert not world.decode_node.transfer.counter._waiting
-    assert not prefiller._writer.attempts
+    assert not prefiller._attempts
 
 
 def ask_raw(world: World, request: Message) -> list[Message] | None:
@@ -344,9 +344,9 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
     for wrong in wrongs:
         answers = ask_raw(world, msgspec.structs.replace(fine, **wrong))
         refused = answers is None or [type(a).__name__ for a in answers] == ["PrefillStopped"]
-        assert refused and not len(node.messenger._writer.attempts), f"{wrong} was taken: {answers}"
+        assert refused and not len(node.messenger._attempts), f"{wrong} was taken: {answers}"
         world.run_fairly(1.0)
-    assert ask_raw(world, fine) == [] and len(node.messenger._writer.attempts) == 1
+    assert ask_raw(world, fine) == [] and len(node.messenger._attempts) == 1
     assert ask_raw(world, fine) is None, "asked twice under one id"
     world.run_fairly(1.0)
     hello = msgspec.structs.replace(world.decode_node.messenger._hello, epoch=99)

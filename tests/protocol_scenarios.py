@@ -272,11 +272,11 @@ def silent_decoder_is_given_up(code: Code) -> None:
     node.stuck = True
     world.submit(8)
     world.run_fairly(0.3)
-    assert len(node.messenger._writer.attempts) == 1
+    assert len(node.messenger._attempts) == 1
     for _ in range(20):
         world.now += CONFIG.peer_timeout / 10
         node.messenger.poll(0)
-    assert len(node.messenger._writer.attempts) == 0, "a silent decoder keeps its attempts"
+    assert len(node.messenger._attempts) == 0, "a silent decoder keeps its attempts"
 
 
 def foreign_tail_is_seen(code: Code) -> None:
@@ -300,7 +300,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
     node.stuck = True
     world.submit(8)
     world.run_fairly(0.3)
-    assert len(node.messenger._writer.attempts) == 1
+    assert len(node.messenger._attempts) == 1
     conn = world.network.connections[0]
     end = conn.ends.index(node.transfer)
     decoder = world.decode_node
@@ -309,7 +309,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
     node.messenger.poll(0)
     assert conn.lost[end], "two connections of one process live side by side"
     node.messenger.poll(0)
-    assert len(node.messenger._writer.attempts) == 0
+    assert len(node.messenger._attempts) == 0
 
 
 def restarted_prefiller_serves_again(code: Code) -> None:
@@ -574,7 +574,7 @@ def cancels_of_others_do_not_count(code: Code) -> None:
     node.stuck = True
     client = world.submit(5)
     world.run_fairly(0.3)
-    [attempt] = node.messenger._writer.attempts.values()
+    [attempt] = node.messenger._attempts.values()
     stranger = Stranger(world)
     stranger.hear(stranger.hello(Role.DECODER), Cancel(attempt_id=1))
     assert not attempt.is_stopped, "another's Cancel counted"

@@ -673,7 +673,7 @@ class World:
         for node in self.prefill_nodes:
             if node.runs:
                 node.drain()
-                assert len(node.messenger._writer.attempts) == 0, "attempts left open"
+                assert len(node.messenger._attempts) == 0, "attempts left open"
                 assert node.storage.balanced, (
                     f"prefiller pages {node.storage.page_owner} left in use"
                 )

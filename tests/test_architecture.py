@@ -72,7 +72,6 @@ TESTED_IN = {
     "disagg.engine.stopwatch": "test_engine",
     "disagg.messenger.admission": "test_protocol",
     "disagg.messenger.decoder": "test_protocol",
-    "disagg.messenger.layer_writer": "test_protocol",
     "disagg.messenger.messages": "test_protocol",
     "disagg.messenger.messenger": "test_protocol",
     "disagg.messenger.node_memory": "test_protocol",

@@ -133,7 +133,7 @@ def test_cancel_while_queued(model, oracle, times):
             first = ask(nodes.decoder, others, MAX_TOKENS)
             gate.wait_for_arrival()
             queued = ask(nodes.decoder, PROMPT, MAX_TOKENS)
-            wait_until(lambda: len(nodes.prefiller._messenger._writer.attempts) == 2)
+            wait_until(lambda: len(nodes.prefiller._messenger._attempts) == 2)
             queued.cancel()
             assert is_cancelled(queued)
             gate.open()

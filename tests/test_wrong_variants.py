@@ -32,7 +32,6 @@ MODULES = (
     "node_memory",
     "messenger",
     "admission",
-    "layer_writer",
     "prefillers",
     "prefiller",
     "decoder",
@@ -129,28 +128,28 @@ VARIANTS = (
     ),
     Variant(
         "3: posting stops before the answer",
-        "layer_writer",
+        "prefiller",
         "(self._transfer.withdraw(list(attempt.open_tickets)) or 0)",
         "0",
         "without_faults",
     ),
     Variant(
         "3: posted counts ended tickets too",
-        "layer_writer",
+        "prefiller",
         "posted = attempt.num_ended + (",
         "posted = (",
         "posted_is_exact",
     ),
     Variant(
         "3: nothing is posted after a stop",
-        "layer_writer",
+        "prefiller",
         "if attempt is None or attempt.is_stopped:",
         "if attempt is None:",
         "posted_is_exact",
     ),
     Variant(
         "4: source pages go back after their writes",
-        "layer_writer",
+        "prefiller",
         "if attempt.open_tickets or not (",
         "if not (",
         "cancels_cross_everything",
@@ -192,14 +191,14 @@ VARIANTS = (
     ),
     Variant(
         "6: a lost write is told",
-        "layer_writer",
-        "self._transfer.send(attempt.link.peer, encode(stopped))",
+        "prefiller",
+        "self._send(attempt.link.peer, stopped)",
         "pass",
         "lost_write_is_told",
     ),
     Variant(
         "6: a refused post is a lost write",
-        "layer_writer",
+        "prefiller",
         "except TransferError as error:\n",
         "except TransferError as error:\n            return\n",
         "lost_write_is_told",
@@ -213,7 +212,7 @@ VARIANTS = (
     ),
     Variant(
         "7: the tail carries the id",
-        "layer_writer",
+        "prefiller",
         "words[TailLayout.ATTEMPT_ID] = request.attempt_id",
         "pass",
         "without_faults",
@@ -277,49 +276,49 @@ VARIANTS = (
     ),
     Variant(
         "a layer is posted when the counter has passed it",
-        "layer_writer",
+        "prefiller",
         "min(counter - pace.base, num_layers + 1)",
         "min(counter - pace.base + 1, num_layers + 1)",
         "without_faults",
     ),
     Variant(
         "every layer between is posted when the counter jumps",
-        "layer_writer",
+        "prefiller",
         "range(pace.counter - pace.base, num_finished)",
         "range(max(pace.counter - pace.base, num_finished - 1), num_finished)",
         "without_faults",
     ),
     Variant(
         "the tail waits for its own increment",
-        "layer_writer",
+        "prefiller",
         "counter - pace.base, num_layers + 1)",
         "counter - pace.base + (counter == pace.base + num_layers), num_layers + 1)",
         "cancels_cross_everything",
     ),
     Variant(
         "a page goes with the chunk that fills it",
-        "layer_writer",
+        "prefiller",
         "end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size",
         "end = -(-(chunk.first_token + len(chunk.token_ids)) // layout.page_size)",
         "without_faults",
     ),
     Variant(
         "the last chunk sends a partly filled page",
-        "layer_writer",
+        "prefiller",
         "end = len(request.page_indices)",
         "pass",
         "without_faults",
     ),
     Variant(
         "a chunk starts at the page of its first token",
-        "layer_writer",
+        "prefiller",
         "first = chunk.first_token // layout.page_size",
         "first = -(-chunk.first_token // layout.page_size)",
         "without_faults",
     ),
     Variant(
         "both chunks of a step are posted",
-        "layer_writer",
+        "prefiller",
         "                for chunk in chunks:\n",
         "                for chunk in chunks[:1]:\n",
         "without_faults",
@@ -411,11 +410,11 @@ VARIANTS = (
     Variant(
         "3: finished is not 'nothing posted'",
         "prefiller",
-        "        if attempt is not None and attempt.link is link:\n            self._writer.stop(",
+        "        if attempt is not None and attempt.link is link:\n            self._stop(",
         "        if attempt is None:\n"
         "            peer, lie = link.peer, PrefillStopped(attempt_id=cancel.attempt_id, why='')\n"
         "            self._send(peer, lie)\n"
-        "        else:\n            self._writer.stop(",
+        "        else:\n            self._stop(",
         "finished_still_waits_for_the_count",
     ),
     Variant(
@@ -457,7 +456,7 @@ VARIANTS = (
     Variant(
         "1: an id is asked for once",
         "prefiller",
-        "if request.attempt_id in self._writer.attempts:",
+        "if request.attempt_id in self._attempts:",
         "if False:",
         "requests_that_make_no_sense_are_rejected",
     ),
@@ -527,7 +526,7 @@ VARIANTS = (
     ),
     Variant(
         "a tail tells when the first write was posted",
-        "layer_writer",
+        "prefiller",
         "attempt.first_post = min(attempt.first_post, now)",
         "attempt.first_post = now",
         "exposed_transfer_is_told",
@@ -557,7 +556,7 @@ VARIANTS = (
     ),
     Variant(
         "a group's pages go to it alone",
-        "layer_writer",
+        "prefiller",
         "[request.dp_rank * link.hello.tp :]",
         "",
         "ranks_that_shard_differently",
@@ -571,7 +570,7 @@ VARIANTS = (
     ),
     Variant(
         "each rank reads its own region",
-        "layer_writer",
+        "prefiller",
         "ours[s.source_rank]",
         "ours[0]",
         "ranks_that_shard_differently",
@@ -614,11 +613,12 @@ VARIANTS = (
     Variant(
         "ended tickets are settled before anything is withdrawn",
         "prefiller",
-        "self._writer.settle(event for event in events if isinstance(event, WritesDone))\n"
+        "            if isinstance(event, WritesDone):\n"
+        "                self._settle(event.ticket)\n"
         "        for event in events:\n            self._on_event(event)\n",
-        "for event in events:\n            self._on_event(event)\n"
-        "        self._writer.settle("
-        "event for event in events if isinstance(event, WritesDone))\n",
+        "            self._on_event(event)\n"
+        "        for event in events:\n            if isinstance(event, WritesDone):\n"
+        "                self._settle(event.ticket)\n",
         "cancels_cross_everything",
     ),
 )

@@ -1,4 +1,4 @@
-"""The prefiller's half of the hand-over: take requests, answer cancels, report failures.
+"""The prefiller's half of the hand-over: take requests, post each layer's pages as it is finished.
 
     engine                     PrefillerMessenger                      decoder
       | <-- StartPrefill ---------- | <---------- PrefillRequest --------- |
@@ -8,27 +8,62 @@
       |                b+L+1 -----> | == tail (last chunk only), imm ====> |
       | <-- ReleasePrefill -------- | once its own writes completed        |
 
-Here are the messages; `layer_writer.py` turns layers into writes, and `admission.py` says who may
-connect and what may be asked. One thread makes every call but `on_step_scheduled`.
+    attempt   opened --all its writes handed over---> no more --all completed--> gone
+                '--cancelled, failed, peer lost-----> (PrefillStopped)      (ReleasePrefill)
+
+A page is written once per layer: with the chunk that fills its last token, or with the last chunk,
+so the number of writes does not depend on how a prompt is cut into chunks. Who may connect and what
+may be asked is in `admission.py`. One thread makes every call but `on_step_scheduled`.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
-from disagg.hooks import Span, StartPrefill
-from disagg.kv_layout import heads_of_rank
+from disagg.hooks import ReleasePrefill, Span, StartPrefill
+from disagg.kv_layout import KVLayout, TailLayout, heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_hello, check_request
-from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger, Wiring
-from disagg.messenger.sharding import make_plan
-from disagg.transfer.interface import Pages, Peer, TransferError, WritesDone
+from disagg.messenger.pace import Pace
+from disagg.messenger.sharding import Slice, make_plan
+from disagg.transfer.interface import Pages, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
+    written into theirs (`plan`)."""
+
+    peer: Peer
+    hello: Hello
+    layout: KVLayout
+    plan: Sequence[Sequence[Slice]]
+
+
+class Attempt(msgspec.Struct, kw_only=True):
+    """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
+
+    `open_tickets` has what was handed to the transfer engine and did not end yet: what it is, its
+    number of writes, when it was handed over. `num_ended` counts the writes of all others.
+    `opened` and `first_post`, of the first write, are times in seconds.
+    """
+
+    link: Link
+    request: messages.PrefillRequest
+    slices: Sequence[Slice]
+    opened: float
+    open_tickets: dict[Ticket, tuple[str, int, float]] = msgspec.field(default_factory=dict)
+    num_ended: int = 0
+    is_stopped: bool = False
+    first_post: float = math.inf
 
 
 class PrefillerMessenger(Messenger):
@@ -36,28 +71,35 @@ class PrefillerMessenger(Messenger):
 
     def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
         super().__init__(wiring)
-        self._writer = LayerWriter(wiring, read_counter)
         self._rng = wiring.rng
+        self._read_counter = read_counter
         self._links: dict[Peer, Link] = {}
+        #: By attempt id, which is the job's number, too: those that still hold source pages.
+        self._attempts: dict[int, Attempt] = {}
+        #: Announced and not at their ends; what `pace.counter` has counted is posted.
+        self._steps: deque[tuple[Pace, Sequence[Span]]] = deque()
+        self._pause = math.inf  # seconds until the next look at the layer counter
 
     # --- From the engine, any thread ---
 
     def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
-        self._writer.add_step(base, chunks)
+        self._steps.append((Pace(base, self._clock()), chunks))
         self._transfer.wake()
 
     # --- The loop ---
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
-        timeout = min(timeout, self._config.heartbeat_interval / 2, self._writer.pause)
+        timeout = min(timeout, self._config.heartbeat_interval / 2, self._pause)
         events = self._transfer.poll(timeout)
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
-        self._writer.settle(event for event in events if isinstance(event, WritesDone))
+        for event in events:
+            if isinstance(event, WritesDone):
+                self._settle(event.ticket)
         for event in events:
             self._on_event(event)
-        self._writer.post_finished_layers()
+        self._post_finished_layers()
         self._watch_silence()
 
     def _greeted(self) -> Collection[Peer]:
@@ -93,10 +135,10 @@ class PrefillerMessenger(Messenger):
     def _on_request(self, peer: Peer, link: Link, request: messages.PrefillRequest) -> None:
         if link.hello.role != Role.DECODER:
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
-        if request.attempt_id in self._writer.attempts:
+        if request.attempt_id in self._attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        if len(self._writer.attempts) >= self._config.max_open_attempts:
-            why = f"{len(self._writer.attempts)} prompts are in work here already; try again later"
+        if len(self._attempts) >= self._config.max_open_attempts:
+            why = f"{len(self._attempts)} prompts are in work here already; try again later"
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
         slices = self._rng.choice(link.plan)
@@ -106,16 +148,17 @@ class PrefillerMessenger(Messenger):
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
         else:
-            self._writer.open(link, request, slices)
+            attempt = Attempt(link=link, request=request, slices=slices, opened=self._clock())
+            self._attempts[request.attempt_id] = attempt
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
     def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
-        attempt = self._writer.attempts.get(cancel.attempt_id)
+        attempt = self._attempts.get(cancel.attempt_id)
         # Unknown: all was posted and completed (or the end was told before, and this crossed it).
         if attempt is not None and attempt.link is link:
-            self._writer.stop(attempt, "cancelled")
+            self._stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch, num_pages = self._memory.scratch_region, probe.num_pages
@@ -131,9 +174,114 @@ class PrefillerMessenger(Messenger):
             self._reject(peer, 0, str(error), permanent=True)  # a probe is no attempt
 
     def _on_peer_lost(self, peer: Peer, why: str) -> None:
+        """No write of ours to a lost peer reads its source any more: its attempts end here."""
         link = self._links.pop(peer, None)
         if link is None:
             logger.warning("refused a caller: %s", why)
+            return
+        logger.info("decoder %d lost: %s", peer, why)
+        for attempt in [each for each in self._attempts.values() if each.link is link]:
+            logger.warning("attempt %#x lost its decoder: %s", attempt.request.attempt_id, why)
+            attempt.open_tickets.clear()
+            self._stop(attempt, why)
+
+    # --- Posting ---
+
+    def _post_finished_layers(self) -> None:
+        """Post every layer that the counter has passed; it may have passed several at once."""
+        num_layers = self._memory.layout.num_layers
+        counter, now = self._read_counter(), self._clock()
+        while self._steps:
+            pace, chunks = self._steps[0]
+            # What follows the last layer are the tails.
+            num_finished = min(counter - pace.base, num_layers + 1)
+            for layer in range(pace.counter - pace.base, num_finished):
+                for chunk in chunks:
+                    self._post_chunk(chunk, layer)
+            if num_finished <= num_layers:
+                self._pause = pace.pause(counter, now, layer_runs=num_finished < num_layers)
+                return
+            self._steps.popleft()
+        self._pause = math.inf
+
+    def _post_chunk(self, chunk: Span, layer: int) -> None:
+        attempt = self._attempts.get(chunk.number)
+        if attempt is None or attempt.is_stopped:
+            return
+        if layer < self._memory.layout.num_layers:
+            what, writes = f"layer {layer}", self._layer_writes(attempt, chunk, layer)
         else:
-            logger.info("decoder %d lost: %s", peer, why)
-            self._writer.on_peer_lost(link, why)
+            what, writes = "tail", self._tail_writes(attempt, chunk)
+        peer, imm = attempt.link.peer, attempt.request.imm
+        try:
+            for write in writes:
+                ticket = self._transfer.write_pages(peer, write, imm)
+                now = self._clock()
+                attempt.first_post = min(attempt.first_post, now)
+                attempt.open_tickets[ticket] = what, len(write.source_offsets), now
+        except TransferError as error:
+            # Rule 6: a write that will not come becomes a message, or the decoder waits in vain.
+            logger.warning("attempt %#x failed: %s", attempt.request.attempt_id, error)
+            self._stop(attempt, str(error))
+
+    def _layer_writes(self, attempt: Attempt, chunk: Span, layer: int) -> Iterator[Pages]:
+        """Of the pages that a chunk finishes."""
+        layout, link, request = self._memory.layout, attempt.link, attempt.request
+        first = chunk.first_token // layout.page_size
+        end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
+        if chunk.tail_slot is not None:
+            end = len(request.page_indices)
+        if first >= end:
+            return
+        here = np.fromiter(chunk.page_indices[first:end], np.int64)
+        there = np.fromiter(request.page_indices[first:end], np.int64)
+        src, dst = layout.page_offsets(layer, here), link.layout.page_offsets(layer, there)
+        ours, theirs = self._memory.kv_regions, link.hello.kv_regions
+        group = theirs[request.dp_rank * link.hello.tp :]
+        for s in attempt.slices:
+            regions = ours[s.source_rank], group[s.destination_rank]
+            yield Pages(*regions, s.nbytes, *s.offsets(src, dst))
+
+    def _tail_writes(self, attempt: Attempt, chunk: Span) -> Iterator[Pages]:
+        if chunk.tail_slot is None:
+            return
+        tail, request = self._memory.tail, attempt.request
+        words = self._memory.tail_words(chunk.tail_slot)
+        words[TailLayout.ATTEMPT_ID] = request.attempt_id
+        words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
+        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
+        there = attempt.link.hello.tail_region
+        yield Pages(self._memory.tail_region, there, tail.slot_bytes, src, dst)
+
+    # --- Ends ---
+
+    def _settle(self, ticket: Ticket) -> None:
+        """Account for an ended ticket; unknown ones are a probe's, or of a lost peer."""
+        for attempt in list(self._attempts.values()):
+            if ticket in attempt.open_tickets:
+                what, count, start = attempt.open_tickets.pop(ticket)
+                number, now = hex(attempt.request.attempt_id), self._clock()
+                self._trace.span("layer writes", what, start, now, attempt=number, writes=count)
+                attempt.num_ended += count
+                self._release_if_idle(attempt)
+
+    def _stop(self, attempt: Attempt, why: str) -> None:
+        """Post nothing more and say how many writes were posted: the decoder counts them. If it was
+        stopped before, say nothing."""
+        if not attempt.is_stopped:
+            attempt.is_stopped = True
+            # None: the peer is lost, and nobody will hear how many there were.
+            posted = attempt.num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
+            stopped = PrefillStopped(attempt_id=attempt.request.attempt_id, why=why, posted=posted)
+            self._send(attempt.link.peer, stopped)
+        self._release_if_idle(attempt)
+
+    def _release_if_idle(self, attempt: Attempt) -> None:
+        """Rule 4: source pages go back only when no write of ours reads them."""
+        all_ended = attempt.num_ended == attempt.request.expected_count
+        if attempt.open_tickets or not (all_ended or attempt.is_stopped):
+            return
+        number, name = attempt.request.attempt_id, f"{len(attempt.request.token_ids) - 1} tokens"
+        self._trace.span("prefills", name, attempt.opened, self._clock(), attempt=hex(number))
+        del self._attempts[number]
+        self._post(ReleasePrefill(job=number))

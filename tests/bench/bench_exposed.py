@@ -70,7 +70,7 @@ class PacedNode(HeldNode):
     def _build_messenger(self, transfer):
         messenger = super()._build_messenger(transfer)
         step, read = NUM_LAYERS + 1, self._counter.read
-        messenger._writer._read_counter = lambda: read() if self.by_layer else read() // step * step
+        messenger._read_counter = lambda: read() if self.by_layer else read() // step * step
         return messenger
 
 

@@ -4,7 +4,7 @@
 
 `plan` is made once for each peer. `offsets` is all of a request: for each layer its pages as
 arrays, and from them the offsets of each slice. `posted` is the same through the prefiller's own
-`LayerWriter`, with a transfer engine that takes the arrays and does nothing.
+messenger, with a transfer engine that takes the arrays and does nothing.
 """
 
 import argparse
@@ -16,10 +16,10 @@ import numpy as np
 from disagg.config import MessengerConfig
 from disagg.hooks import Span
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
-from disagg.messenger.layer_writer import LayerWriter, Link
 from disagg.messenger.messages import Hello, PrefillRequest, Role
 from disagg.messenger.messenger import Wiring
 from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.prefiller import Attempt, Link, PrefillerMessenger
 from disagg.messenger.sharding import expected_count, make_plan, page_of
 
 
@@ -34,6 +34,9 @@ class TakesAll:
         self.num_writes += len(pages.source_offsets)
         return self.num_tickets
 
+    def wake(self):
+        """Nobody waits."""
+
 
 def timed(function, *arguments):
     """CPU seconds of this thread, and what was returned."""
@@ -43,7 +46,7 @@ def timed(function, *arguments):
 
 
 def all_offsets(slices, layouts, num_layers, pages):
-    """What `LayerWriter` does to a prompt's pages, without all the rest."""
+    """What a prefiller's messenger does to a prompt's pages, without all the rest."""
     here, there = layouts
     num_writes = 0
     for layer in range(num_layers):
@@ -57,7 +60,7 @@ def all_offsets(slices, layouts, num_layers, pages):
 
 
 def writer_of(given, layouts, plan, pages):
-    """A `LayerWriter` before a step that computes the whole prompt, and its transfer engine."""
+    """A messenger before a step that computes the whole prompt, and its transfer engine."""
     here, there = layouts
     tail = TailLayout(num_slots=1, hidden_size=8, itemsize=2)
     transfer, regions = TakesAll(), (None,) * given.prefill_tp
@@ -99,12 +102,12 @@ def writer_of(given, layouts, plan, pages):
         clock=time.monotonic,
         post=lambda event: None,
     )
-    writer = LayerWriter(wiring, lambda: given.layers + 1)
+    writer = PrefillerMessenger(wiring, lambda: given.layers + 1)
     link = Link(peer=1, hello=hello, layout=there, plan=plan)
-    writer.open(link, request, plan[0])
+    writer._attempts[1] = Attempt(link=link, request=request, slices=plan[0], opened=0.0)
     token_ids = request.token_ids[:-1]
     chunk = Span(number=1, first_token=0, token_ids=token_ids, page_indices=pages[0], tail_slot=0)
-    writer.add_step(0, (chunk,))
+    writer.on_step_scheduled(0, (chunk,))
     return writer, transfer
 
 
@@ -143,7 +146,7 @@ def main(arguments=None):
             columns[0].append(seconds)
             columns[1].append(timed(all_offsets, plan[0], layouts, given.layers, pages)[0])
             writer, transfer = writer_of(given, layouts, plan, pages)
-            columns[2].append(timed(writer.post_finished_layers)[0])
+            columns[2].append(timed(writer._post_finished_layers)[0])
             if transfer.num_writes != expected_count(plan[0], given.layers, given.pages):
                 raise SystemExit(f"{transfer.num_writes} writes were posted")
         cells = [f"{1e3 * statistics.median(c):.2f} ({1e3 * min(c):.2f})" for c in columns]
