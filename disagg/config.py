@@ -1,4 +1,4 @@
-"""What is fixed when a node starts: the model's shape, its cache, the limits of a step, its clocks.
+"""What is fixed when a node starts: the model's shape, cache, limits of a step, clocks, NICs.
 
 Pure data. Reading and checking a checkpoint's `config.json` is `model/shape.py`, command lines
 `serve/options.py`.
@@ -118,3 +118,15 @@ class MessengerConfig:
     def heartbeat_interval(self) -> float:
         """Often enough that a peer must miss several beats before it counts as dead."""
         return min(0.5, self.peer_timeout / 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaFlags:
+    """Named as the flags; each takes the place of a choice. A NIC is a device and its port, as in
+    "mlx5_0,mlx5_1:2"; without a port, all of them that are active. A map gives each memory its own,
+    as in "cuda:0=mlx5_0,mlx5_1;cuda:1=mlx5_2"."""
+
+    rdma_device: str | None = None
+    gid_index: int | None = None
+    nic_map: str | None = None
+    poll_cpu: int | None = None

@@ -410,11 +410,11 @@ VARIANTS = (
     Variant(
         "3: finished is not 'nothing posted'",
         "prefiller",
-        "        if attempt is not None and attempt.link is link:\n            self._stop(",
-        "        if attempt is None:\n"
-        "            peer, lie = link.peer, PrefillStopped(attempt_id=cancel.attempt_id, why='')\n"
-        "            self._send(peer, lie)\n"
-        "        else:\n            self._stop(",
+        "if attempt is not None and attempt.link is link:\n                    self._stop(",
+        "if attempt is None:\n"
+        "                    lie = PrefillStopped(attempt_id=message.attempt_id, why='')\n"
+        "                    self._send(peer, lie)\n"
+        "                else:\n                    self._stop(",
         "finished_still_waits_for_the_count",
     ),
     Variant(

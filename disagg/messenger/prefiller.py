@@ -113,7 +113,10 @@ class PrefillerMessenger(Messenger):
             case messages.PrefillRequest():
                 self._on_request(peer, link, message)
             case messages.Cancel():
-                self._on_cancel(link, message)
+                attempt = self._attempts.get(message.attempt_id)
+                # Unknown: all was posted and completed (or its end was told before and crossed it).
+                if attempt is not None and attempt.link is link:
+                    self._stop(attempt, "cancelled")
             case messages.ProbeRequest():
                 self._on_probe(peer, link, message)
             case _:
@@ -153,12 +156,6 @@ class PrefillerMessenger(Messenger):
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
-
-    def _on_cancel(self, link: Link, cancel: messages.Cancel) -> None:
-        attempt = self._attempts.get(cancel.attempt_id)
-        # Unknown: all was posted and completed (or the end was told before, and this crossed it).
-        if attempt is not None and attempt.link is link:
-            self._stop(attempt, "cancelled")
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
         scratch, num_pages = self._memory.scratch_region, probe.num_pages

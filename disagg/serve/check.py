@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from disagg.config import ITEMSIZE
+from disagg.config import ITEMSIZE, RdmaFlags
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.messages import MAX_PROBE_PAGES, PrefillStopped, ProtocolError, Role
@@ -35,7 +35,6 @@ from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine, open_nics
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, TransferEngine
-from disagg.transfer.topology import RdmaFlags
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.config import CacheConfig, MessengerConfig, ModelConfig, SchedulerConfig
+from disagg.config import CacheConfig, MessengerConfig, ModelConfig, RdmaFlags, SchedulerConfig
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.ranks import Ranks
@@ -51,7 +51,6 @@ from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
 from disagg.transfer.auto import make_engine, open_nics
 from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
-from disagg.transfer.topology import RdmaFlags
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ before any work is done; blank ones are skipped. No torch here.
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -17,8 +17,7 @@ from disagg.request import SamplingParams
 from disagg.serve.options import given
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Text, or token ids as they are."""
 
     content: str | tuple[int, ...]

@@ -14,13 +14,13 @@ import os
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 
+from disagg.config import RdmaFlags
 from disagg.transfer import topology, verbs_device
 from disagg.transfer.interface import TransferError
 from disagg.transfer.medium import Medium
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
-from disagg.transfer.topology import RdmaFlags
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
 

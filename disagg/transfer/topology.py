@@ -18,10 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import IPv6Address
 from pathlib import Path
 from statistics import mode
+
+import msgspec
+
+from disagg.config import RdmaFlags
 
 #: The way to a device: NUMA node, host bridge, root port, both ends of each switch, itself.
 Place = tuple[str, ...]
@@ -32,8 +35,7 @@ _PCI_STEP = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0
 _NVIDIA_GPUS = ("0x10de 0x0300", "0x10de 0x0302")
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class PortAddress:
+class PortAddress(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """Of a port: an entry of its GID table, or its LID (`index` None). Less is better. `faults`:
     RoCE v1, link-local, IPv6."""
 
@@ -47,8 +49,7 @@ class PortAddress:
         return not any(self.faults[:2])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Port:
+class Port(msgspec.Struct, frozen=True, kw_only=True):
     """A port of an RDMA device. `gids`: the entries that are not empty. Texts are as in sysfs."""
 
     name: str
@@ -67,18 +68,6 @@ class Port:
 
 #: Ports to open, each with the address it is used by.
 Nics = dict[Port, PortAddress]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RdmaFlags:
-    """Named as the flags; each takes the place of a choice. A NIC is a device and its port, as in
-    "mlx5_0,mlx5_1:2"; without a port, all of them that are active. A map gives each memory its own,
-    as in "cuda:0=mlx5_0,mlx5_1;cuda:1=mlx5_2"."""
-
-    rdma_device: str | None = None
-    gid_index: int | None = None
-    nic_map: str | None = None
-    poll_cpu: int | None = None
 
 
 class Topology:
