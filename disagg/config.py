@@ -6,12 +6,15 @@ Pure data. Reading and checking a checkpoint's `config.json` is `model/shape.py`
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from disagg.kv_layout import PageOrder
 
 #: Bytes per element of the dtypes that weights and KV pages may have.
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+#: What the engine does with a request whose remote prefill failed.
+OnFailure = Literal["local", "retry", "fail"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class MessengerConfig:
     request_timeout: float = 120.0
     reconnect_interval: float = 0.25
     max_open_attempts: int = 1024
-    on_failure: str = "local"
+    on_failure: OnFailure = "local"
 
     def __post_init__(self) -> None:
         for name in ("peer_timeout", "request_timeout"):

@@ -14,21 +14,13 @@ until the messenger says `KVEnded`, once for each attempt and after all else abo
 prefill job belong to the job until `ReleasePrefill`.
 """
 
-import enum
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
+from disagg.config import OnFailure
 from disagg.request import SamplingParams, TransferStats
-
-
-class NextStep(enum.StrEnum):
-    """What the engine does with a request whose remote prefill failed."""
-
-    LOCAL = "local"
-    RETRY = "retry"
-    FAIL = "fail"
 
 
 class FetchKV(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +83,7 @@ class KVFailed(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: int
     why: str
-    then: NextStep
+    then: OnFailure
 
 
 class KVStuck(msgspec.Struct, frozen=True, kw_only=True):

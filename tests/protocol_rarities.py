@@ -11,6 +11,7 @@ import msgspec
 
 from disagg.messenger.messages import (
     PROTOCOL_VERSION,
+    Cancel,
     Heartbeat,
     Message,
     PrefillRequest,
@@ -41,7 +42,8 @@ def unanswered_cancel_ends_with_a_fence(code: Code) -> None:
     node.stuck = True
     client = world.submit(12)
     world.run_fairly(0.3)
-    node.messenger._on_cancel = lambda *_: None
+    hear = node.messenger._on_word
+    node.messenger._on_word = lambda peer, said: isinstance(said, Cancel) or hear(peer, said)
     world.cancel(client)
     world.run_fairly(CONFIG.request_timeout - 1.0)
     assert not world.decode_node.storage.balanced, "pages came back without an answer or fence"

@@ -26,7 +26,6 @@ from disagg.hooks import (
     KVEnded,
     KVFailed,
     KVStuck,
-    NextStep,
     ReleasePrefill,
     Span,
     StartPrefill,
@@ -447,11 +446,11 @@ class DecodeNode:
                 client, fetch = self.fetching.pop(event.attempt)
                 self.abandoned[event.attempt] = "failed"
                 self.world.failures.append(event.why)
-                if event.then is NextStep.RETRY:
+                if event.then == "retry":
                     client.retries += 1
                     self.waiting.insert(0, client)
                 else:
-                    client.ended = event.then.value
+                    client.ended = event.then
             case KVStuck():
                 assert event.attempt in self.abandoned, f"{event} of an attempt not given up"
                 self.world.stuck.append(event.attempt)

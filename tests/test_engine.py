@@ -8,26 +8,20 @@ import itertools
 import threading
 import time
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.config import CacheConfig
+from disagg.config import CacheConfig, OnFailure
 from disagg.engine.attempts import Attempts
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
 from disagg.engine.stopwatch import Stopwatch
-from disagg.hooks import (
-    KVEnded,
-    KVFailed,
-    KVStuck,
-    NextStep,
-    ReleasePrefill,
-    StartPrefill,
-)
+from disagg.hooks import KVEnded, KVFailed, KVStuck, ReleasePrefill, StartPrefill
 from disagg.kv_layout import PageOrder, pages_for
 from disagg.model.attention import TorchPagedAttention
 from disagg.request import (
@@ -444,7 +438,7 @@ def test_a_failed_attempt_is_part_of_the_prefill_and_moved_nothing():
     number = replica.submit(prompt_of(9), 1)
     replica.run()
     clock.now += 7
-    replica.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.LOCAL))
+    replica.engine.post(KVFailed(attempt=1, why="gone", then="local"))
     replica.run()
     assert seconds(replica.last[number]) == (0, 9, 9)
     assert replica.last[number].transfer is None
@@ -482,7 +476,7 @@ def lost_fetch(length=9, max_tokens=4, **options):
 
 def test_a_failed_fetch_is_computed_here_in_fresh_pages():
     messenger, number = lost_fetch()
-    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.LOCAL))
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then="local"))
     for _ in range(20):
         messenger.scribble([1])
         messenger.decoder.step()
@@ -499,7 +493,7 @@ def test_a_failed_fetch_is_computed_here_in_fresh_pages():
 def test_a_failed_fetch_is_fetched_again_under_a_new_number():
     messenger, number = lost_fetch()
     messenger.lose = False
-    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.RETRY))
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then="retry"))
     messenger.run()
     messenger.scribble([1])
     assert messenger.decoder.tokens[number] == fake_greedy(CONFIG, prompt_of(9), 4)
@@ -519,7 +513,7 @@ def test_attempts_of_two_engines_have_different_numbers():
 
 def test_a_failed_fetch_can_fail_the_request_with_its_cause():
     messenger, number = lost_fetch()
-    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then=NextStep.FAIL))
+    messenger.decoder.engine.post(KVFailed(attempt=1, why="gone", then="fail"))
     messenger.run()
     assert messenger.decoder.ends == {number: (FinishReason.ERROR, "gone")}
     assert engine_balance(messenger.decoder.engine).free_pages == 36
@@ -528,7 +522,7 @@ def test_a_failed_fetch_can_fail_the_request_with_its_cause():
     messenger.check_balance()
 
 
-@pytest.mark.parametrize("then", [NextStep.LOCAL, NextStep.RETRY])
+@pytest.mark.parametrize("then", ["local", "retry"])
 def test_a_retry_that_does_not_fit_beside_the_old_pages_waits(then):
     messenger, number = lost_fetch(num_pages=5)
     messenger.lose = False
@@ -541,7 +535,7 @@ def test_a_retry_that_does_not_fit_beside_the_old_pages_waits(then):
     messenger.check_balance()
 
 
-@pytest.mark.parametrize("then", [NextStep.LOCAL, NextStep.RETRY])
+@pytest.mark.parametrize("then", ["local", "retry"])
 @pytest.mark.parametrize("limit", [{"num_pages": 5}, {"slots": 1}])
 def test_what_does_not_fit_beside_stuck_pages_ends_and_the_rest_goes_on(then, limit):
     messenger, number = lost_fetch(**limit)
@@ -551,7 +545,7 @@ def test_what_does_not_fit_beside_stuck_pages_ends_and_the_rest_goes_on(then, li
     decoder.engine.post(KVFailed(attempt=1, why="gone", then=then))
     small = decoder.submit(prompt_of(1 if needs_slot else 2), 2)
     messenger.run()
-    hopeless = [] if needs_slot and then is NextStep.LOCAL else [number]
+    hopeless = [] if needs_slot and then == "local" else [number]
     assert not set(decoder.ends) & set(hopeless), "not even waited"
     decoder.engine.post(KVStuck(attempt=1))
     messenger.run()
@@ -579,7 +573,7 @@ def test_a_cancel_while_fetching_answers_at_once_and_keeps_the_pages(moved):
     assert messenger.decoder.ends == {number: (FinishReason.CANCELLED, None)}
     assert messenger.cancelled == [1]
     assert engine_balance(engine).free_pages == 36
-    for then in NextStep:
+    for then in get_args(OnFailure):
         engine.post(KVFailed(attempt=1, why="gone", then=then))
         messenger.decoder.run()
         assert engine_balance(engine).free_pages == 36
@@ -658,7 +652,7 @@ def test_random_failures_cancels_and_late_writes_leave_the_others_right(actions,
             decoder.engine.cancel(random.choice(list(prompts)))
         elif action == "fail" and live():
             attempt = random.choice(live())
-            then = random.choice(list(NextStep))
+            then = random.choice(get_args(OnFailure))
             decoder.engine.post(KVFailed(attempt=attempt, why="test", then=then))
             failed.add(attempt)
         elif action == "release" and unreleased():
@@ -768,7 +762,7 @@ def test_after_a_stop_nothing_is_handled():
     engine = messenger.decoder.engine
     engine.stop()
     engine.cancel(number)
-    engine.post(KVFailed(attempt=1, why="gone", then=NextStep.FAIL))
+    engine.post(KVFailed(attempt=1, why="gone", then="fail"))
     engine.run_forever()
     assert messenger.decoder.ends == {number: (FinishReason.ERROR, "the engine was stopped")}
     assert messenger.cancelled == []

@@ -234,8 +234,8 @@ VARIANTS = (
     Variant(
         "9: the policy is followed",
         "decoder",
-        "else NextStep(self._config.on_failure)",
-        "else NextStep.LOCAL",
+        "else self._config.on_failure",
+        "else 'local'",
         "policy_is_followed",
     ),
     Variant(

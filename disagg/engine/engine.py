@@ -148,10 +148,10 @@ class Engine:
         match event:
             case hooks.KVFailed():
                 failed = self._attempts.part(event.attempt)
-                if failed is not None and event.then is hooks.NextStep.FAIL:
+                if failed is not None and event.then == "fail":
                     self._deliver(failed, FinishReason.ERROR, error=event.why)
                 elif failed is not None:
-                    remote = event.then is hooks.NextStep.RETRY
+                    remote = event.then == "retry"
                     self._attempts.try_again(event.attempt, failed, remote=remote)
             case hooks.KVStuck():
                 self._attempts.on_stuck(event.attempt)

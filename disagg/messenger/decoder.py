@@ -28,7 +28,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck, NextStep
+from disagg.config import OnFailure
+from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck
 from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
@@ -264,13 +265,13 @@ class DecoderMessenger(Messenger):
         """Tell the engine, unless it knows, that no KV will come; the caller moves the state."""
         if not attempt.is_wanted:
             return
-        then = NextStep.FAIL if permanent else NextStep(self._config.on_failure)
+        then: OnFailure = "fail" if permanent else self._config.on_failure
         # Rule 9: one retry for each prefiller there is, then the decoder computes by itself.
         again = attempt.imm and attempt.fetch.retries < len(self._prefillers)
-        if then is NextStep.RETRY and not again:
-            then = NextStep.LOCAL
+        if then == "retry" and not again:
+            then = "local"
         # A request that ends with the failure tells it to its client.
-        level = logging.INFO if then is NextStep.FAIL else logging.WARNING
+        level = logging.INFO if then == "fail" else logging.WARNING
         logger.log(level, "attempt %#x failed (then %s): %s", attempt.fetch.attempt, then, why)
         if attempt.prefiller is not None:
             attempt.prefiller.num_failures += 1

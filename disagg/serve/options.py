@@ -6,9 +6,9 @@ No torch here, so that `--help` and a wrong flag answer at once.
 import argparse
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from disagg.config import ITEMSIZE
+from disagg.config import ITEMSIZE, OnFailure
 from disagg.kv_layout import PageOrder
 from disagg.serve.exits import EXIT_USAGE
 from disagg.transfer.auto import TRANSPORTS
@@ -101,7 +101,7 @@ def decode_parser() -> argparse.ArgumentParser:
     where.add_argument("--colocated", action="store_true", help="prefill here, without a split")
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument("--json", action="store_true", help="one JSON object a prompt on stdout")
-    parser.add_argument("--on-failure", choices=["local", "retry", "fail"], default="local")
+    parser.add_argument("--on-failure", choices=get_args(OnFailure), default="local")
     parser.add_argument("--request-timeout", default=120.0, help="for one prefill", **SECONDS)
     # Named as the fields of `SamplingParams`, which checks what is in range.
     group = parser.add_argument_group("sampling, for all prompts that do not say otherwise")
