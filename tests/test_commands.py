@@ -13,8 +13,9 @@ import sys
 import pytest
 
 from disagg.engine.engine import Engine
-from disagg.serve.commands import _start, answer_prompts
-from disagg.serve.options import decode_parser, prefill_parser
+from disagg.serve.commands import answer_prompts
+from disagg.serve.node import Node, NodeConfig
+from disagg.serve.options import decode_parser, given, prefill_parser
 from disagg.serve.prompts import read_prompts
 from tests import sysfs_trees
 from tests.fake_verbs import FakeMachine
@@ -160,7 +161,7 @@ def test_the_flags_for_rdma_reach_the_nics_and_the_messengers_thread(model, monk
     flags = (*flags, "--dtype=float32", "--num-pages=8")
     arguments = prefill_parser().parse_args(["--listen=127.0.0.1:0", *flags])
     arguments.model = model
-    with _start(arguments) as node:
+    with Node(given(NodeConfig, arguments)) as node:
         assert sorted(machine.opened) == [("mlx5_3", 1, 1), ("mlx5_8", 1, 1)]
         assert {nic.name for nic in node._transfer._media[0].nics} == {"mlx5_3", "mlx5_8"}
         wait_until(lambda: machine.polled_on == [{7}])
@@ -170,7 +171,7 @@ def test_the_flags_for_rdma_reach_the_nics_and_the_messengers_thread(model, monk
     arguments = decode_parser().parse_args([*flags, "--nic-map=cpu=mlx5_6"])
     arguments.model, arguments.prefillers = model, (where,)
     with pytest.raises(ValueError, match="cannot connect"):
-        _start(arguments)
+        Node(given(NodeConfig, arguments))
     assert machine.opened == [("mlx5_6", 1, 1)]
     assert machine.polled_on == [{7}], "no thread begins before the links are up"
     assert not any(machine.fabric.open.values())

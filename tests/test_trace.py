@@ -182,10 +182,7 @@ def test_a_child_prefiller_writes_a_file_beside_ours(run, model, tmp_path):
     flags = ("--trace=out.json", "--max-tokens=3", "t5 t6 t7")
     outcome = run.start("run_decode.py", *MODE, f"--model={model}", *flags).wait()
     assert outcome.code == 0, outcome
-    assert sorted(outcome.stderr.splitlines()) == [
-        "timeline: out.json",
-        "timeline: out.prefiller.json",
-    ]
+    assert not outcome.stderr
     assert len(spans_of(tmp_path / "out.json")["steps"]) == 3
     assert len(spans_of(tmp_path / "out.prefiller.json")["layer writes"]) == NUM_LAYERS + 1
 

@@ -70,8 +70,7 @@ class Prefillers:
     def connect_due(self) -> list[Peer]:
         """Start the connections whose time has come; a Hello is due on each."""
         now = self._wiring.clock()
-        idle = [p for p in self._prefillers if not (p.peer or p.retired)]
-        due = [p for p in idle if now >= p.retry_at]
+        due = [p for p in self._prefillers if not (p.peer or p.retired or now < p.retry_at)]
         for prefiller in due:
             prefiller.peer = self._wiring.transfer.connect(*prefiller.address)
         return [prefiller.peer for prefiller in due]

@@ -26,7 +26,7 @@ from disagg.serve.tokenizer import Tokenizer
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
     arguments.model = resolve_model(arguments.model)
-    with _start(arguments) as node:
+    with Node(given(NodeConfig, arguments)) as node:
         assert node.address is not None, "a prefiller listens"
         print(LISTENING + "{}:{}".format(*node.address), flush=True)
         if (why := node.wait()) is not None:
@@ -45,7 +45,7 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
             patience = 10.0 if arguments.trace else 0.0
             child = ChildPrefiller(forwarded_flags(arguments), patience=patience)
             arguments.prefillers = (stack.enter_context(child).address(),)
-        node = stack.enter_context(_start(arguments))
+        node = stack.enter_context(Node(given(NodeConfig, arguments)))
         news: News = SimpleQueue()
         start = time.monotonic()
         answers = [_submit(node, tokenizer, prompt, arguments.raw, news) for prompt in prompts]
@@ -54,13 +54,6 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     if not arguments.json and sys.stderr and sys.stderr.isatty():
         print(summary(ends, seconds), file=sys.stderr)
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
-
-
-def _start(arguments: argparse.Namespace) -> Node:
-    """A node as the flags describe it; ValueError if it cannot be or cannot start."""
-    if arguments.trace is not None:
-        print(f"timeline: {arguments.trace}", file=sys.stderr)
-    return Node(given(NodeConfig, arguments))
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:
