@@ -122,10 +122,12 @@ class Checkpoint:
                 )
             return cut(tensor).to(dtype or self._dtype)
         blocks = [-(-size // of) for size, of in zip(shape, block, strict=True)]
-        scales = self._find(f"{name}_scale_inv", tuple(blocks)).float()
-        for axis, size in enumerate(shape):
-            scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
-        return (cut(tensor).float() * cut(scales)).to(dtype or self._dtype)
+        part, scales = cut(tensor), self._find(f"{name}_scale_inv", tuple(blocks)).float()
+        if part.numel():  # of another rank's experts there is nothing to multiply
+            for axis, size in enumerate(shape):
+                scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
+            part = part.float() * cut(scales)
+        return part.to(dtype or self._dtype)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.stored:
