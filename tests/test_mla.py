@@ -74,6 +74,8 @@ def test_pages_hold_one_latent_a_token_and_nothing_else(folder):
         # 0.1 * 0.5 * ln(40) + 1 = 1.18444, squared.
         ({"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}, 0.25 * 1.402898),
         ({"factor": 40.0}, 0.25),
+        ({"factor": 40.0, "mscale": None, "mscale_all_dim": None}, 0.25),
+        ({"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.25),
     ],
 )
 def test_scale_of_the_softmax(tmp_path, rope, expected):

@@ -89,3 +89,9 @@ def test_ranks_share_whole_experts(tmp_path):
     folder = make_tiny_llama(tmp_path, family="qwen3_moe", num_experts=7)
     with pytest.raises(ValueError, match="num_experts 7 of the model cannot be shared by 2 ranks"):
         check_shares(read_config(folder), 2)
+
+
+def test_ranks_share_the_shared_experts(tmp_path):
+    folder = make_tiny_llama(tmp_path, family="deepseek_v3", moe_intermediate_size=15)
+    with pytest.raises(ValueError, match=r"n_shared_experts \* moe_intermediate_size 15 of the"):
+        check_shares(read_config(folder), 2)

@@ -38,10 +38,10 @@ class LatentAttention:
     def __init__(
         self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, prefix: str
     ) -> None:
-        hidden, bias, num_heads = config.hidden_size, config.attention_bias, config.num_qo_heads
+        hidden, bias, heads = config.hidden_size, config.attention_bias, config.num_qo_heads
         self._nope, self._rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self._rank, self._q_rank, v = config.kv_lora_rank, config.q_lora_rank, config.v_head_dim
-        q_rows, q_name, q_in = num_heads * (self._nope + self._rope), "q_proj", hidden
+        q_rows, q_name, q_in = heads * (self._nope + self._rope), "q_proj", hidden
         down = {"kv_a_proj_with_mqa": self._rank + self._rope}
         if self._q_rank:
             down = {"q_a_proj": self._q_rank} | down
@@ -54,15 +54,13 @@ class LatentAttention:
         self._kv_norm = layers.read_norm(read, f"{prefix}kv_a_layernorm", self._rank, EPS)
         kv_b = read(
             f"{prefix}kv_b_proj.weight",
-            (num_heads * (self._nope + v), self._rank),
+            (heads * (self._nope + v), self._rank),
             partial(group.cut, axis=0, unit=self._nope + v),
         )
         # [heads, nope, rank] and [heads, v_head_dim, rank]
         up = kv_b.to(layers.compute_dtype(kv_b.dtype)).view(-1, self._nope + v, self._rank)
         self._k_up, self._v_up = up.tensor_split((self._nope,), 1)
-        self._o_proj = layers.read_row(
-            read, group, f"{prefix}o_proj", (hidden, num_heads * v), bias
-        )
+        self._o_proj = layers.read_row(read, group, f"{prefix}o_proj", (hidden, heads * v), bias)
         self._scale = softmax_scale(config)
         # Multiplications for each key and head with n queries. Absorbed: n (2 rank + rope). Plain:
         # n (nope + rope + v), and rank (nope + v) to make key and value.
@@ -125,7 +123,6 @@ def softmax_scale(config: ModelConfig) -> float:
     square of `0.1 mscale_all_dim ln(factor) + 1`."""
     scale = math.sqrt(1 / (config.qk_nope_head_dim + config.qk_rope_head_dim))
     rope = config.rope_parameters
-    mscale = float(rope.get("mscale_all_dim", 0.0))
-    if rope["rope_type"] == "default" or not mscale:
-        return scale
-    return scale * (0.1 * mscale * math.log(max(1.0, rope["factor"])) + 1.0) ** 2
+    mscale: float = rope.get("mscale_all_dim") or 0.0
+    factor = 1.0 if rope["rope_type"] == "default" else rope["factor"]
+    return scale * (0.1 * mscale * math.log(factor) + 1.0) ** 2

@@ -167,6 +167,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"model folder {folder} does not exist or has no {name}") from None
     except ValueError as error:
         raise ValueError(f"{folder / name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / name} is not valid: expected a JSON object, got {content!r}")
     return content
 
 
@@ -174,7 +176,7 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
-    shards = set(read_json(folder, index.name)["weight_map"].values())
+    shards = set(read_json(folder, index.name).get("weight_map", {}).values())
     return [folder / shard for shard in sorted(shards)]
 
 
