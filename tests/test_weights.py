@@ -588,6 +588,14 @@ DEEPSEEK_REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}},
         "fmt 'e5m2' is not supported; expected None or 'e4m3'",
     ),
+    "blocks": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+        "weight_block_size 128 is not two numbers from 1 on",
+    ),
+    "blocks of nothing": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}},
+        "weight_block_size [0, 128] is not two numbers from 1 on",
+    ),
     "odd rope": ({"qk_rope_head_dim": 7, "head_dim": 7}, "head_dim (7) even"),
     "no groups": ({"n_group": 0}, "n_group is 0; expected a number from 1 on"),
     "no experts": ({"num_experts_per_tok": None}, "num_experts_per_tok is None; expected a number"),

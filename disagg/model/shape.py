@@ -79,6 +79,8 @@ def read_config(folder: Path) -> ModelConfig:
             "router_bias": True,
         }
     if block := _quantization(config).get("weight_block_size"):
+        if not isinstance(block, list) or len(block) != 2 or min(block) < 1:
+            raise ValueError(f"{folder}: weight_block_size {block!r} is not two numbers from 1 on")
         shape["weight_block_size"] = tuple(block)
     model = ModelConfig(**shape)
     _refuse_impossible(folder, model)

@@ -78,7 +78,8 @@ def fingerprint(folder: Path, config: ModelConfig) -> str:
     files does not count. Milliseconds for a model of 270 MB.
     """
     shape = dataclasses.asdict(config)
-    # These two say when to stop, not what to compute; the third is another machine's arithmetic.
+    # Two say when to stop, not what to compute; the third follows from the rest, but may differ in
+    # its last bit on another machine.
     del shape["eos_token_ids"], shape["max_positions"], shape["rope_frequencies"]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for name, tensor in sorted(Checkpoint(folder, config, torch.float32).stored.items()):
@@ -141,7 +142,7 @@ class Checkpoint:
 
     def refuse_unread(self, *, tells: bool) -> None:
         """ValueError if a tensor was never read: the checkpoint is not quite this architecture.
-        Layers behind the last are drafts, which may be there: `tells` says so."""
+        Layers behind the last are drafts and may be there; if it `tells`, that is logged."""
         config = self._config
         drafts = range(config.num_layers, config.num_layers + config.num_mtp_layers)
         prefixes = tuple(f"model.layers.{layer}." for layer in drafts)
