@@ -217,15 +217,16 @@ def test_config_of_published_qwen3_coder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("in_config", "in_generation_config", "expected"),
-    [(None, None, ()), (5, None, (5,)), ([5, 6], None, (5, 6)), (5, [6, 7], (6, 7))],
+    [(None, None, ()), (5, None, (5,)), ([5, 6], None, (5, 6)), (5, [6, 7], (6, 7)), (5, (), (5,))],
 )
 def test_end_tokens(
     copy: Path, in_config: object, in_generation_config: object, expected: tuple[int, ...]
 ) -> None:
     change_config(copy, eos_token_id=in_config)
     (copy / "generation_config.json").unlink()
-    if in_generation_config:
-        text = json.dumps({"eos_token_id": in_generation_config})
+    if in_generation_config is not None:
+        named = {"eos_token_id": in_generation_config} if in_generation_config else {}
+        text = json.dumps(named)
         (copy / "generation_config.json").write_text(text)
     assert read_config(copy).eos_token_ids == expected
 
@@ -388,6 +389,13 @@ def test_what_cannot_be_computed_is_refused_by_name(
     assert text in refusal(copy)
 
 
+def test_code_in_the_folder_is_not_run(copy: Path) -> None:
+    (copy / "own.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nclass Config: pass")
+    change_config(copy, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    assert "is not a valid config" in refusal(copy)
+    assert not (copy / "ran").exists()
+
+
 def test_missing_tensor(copy: Path) -> None:
     change_tensors(copy, lambda tensors: tensors.pop(Q_PROJ))
     assert f"lacks the tensor {Q_PROJ}" in refusal(copy)
@@ -454,6 +462,8 @@ def test_fingerprint_sees_the_weights(
     ("fields", "seen"),
     [
         ({"rms_norm_eps": 1e-3}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, True),
+        ({"attention_bias": True}, True),
         ({"eos_token_id": 3}, False),
         ({"max_position_embeddings": 99}, False),
     ],
