@@ -539,7 +539,8 @@ def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(deepseek_co
             if tensor.shape[0] % 2 == tensor.shape[-1] % 2 == 0:
                 shape = tuple(tensor.shape)
                 assert here.read(name, shape, cut).equal(there.read(name, shape, cut)), name
-    assert torch.equal(logits_of(deepseek_copy), logits_of(meant))
+    # Not to the bit: that depends on where in memory equal weights lie.
+    torch.testing.assert_close(logits_of(deepseek_copy), logits_of(meant))
 
 
 def logits_of(folder: Path) -> Tensor:
@@ -578,7 +579,7 @@ def test_draft_layers_are_left_out_and_that_is_said_once(
         load_model(deepseek_copy, config, "float32", RankGroup(rank, 2))
     [said] = caplog.messages
     assert "its num_nextn_predict_layers (1) are not used" in said
-    assert torch.equal(logits_of(deepseek_copy), logits_of(deepseek))
+    torch.testing.assert_close(logits_of(deepseek_copy), logits_of(deepseek))
     change_config(deepseek_copy, num_nextn_predict_layers=0)
     assert f"has the tensor {name}, which this architecture does not use" in refusal(deepseek_copy)
 
