@@ -230,6 +230,20 @@ def test_tensors_that_do_not_fit_the_plan_are_an_error(order: PageOrder) -> None
     assert not pages.any()
 
 
+@pytest.mark.parametrize(("num_pages", "calls"), [((1, 2), 2), ((2, 3), 1), ((2, 9), 2)])
+def test_requests_of_like_lengths_alone_are_padded_to_one(
+    num_pages: tuple[int, int], calls: int
+) -> None:
+    attention = attention_for(PageOrder.HND)
+    ends = [count * PAGE_SIZE for count in num_pages]
+    attention.plan([range(end - 1, end) for end in ends], [list(range(n)) for n in num_pages])
+    attend = Mock(side_effect=lambda q, kv, mask: q)
+    attention.run(
+        torch.ones(2, 1, 1), torch.zeros(NUM_PAGES, *layout(PageOrder.HND).page_shape), attend
+    )
+    assert attend.call_count == calls
+
+
 def test_pages_of_latents() -> None:
     """One vector a token, without heads: where it is stored, what is gathered, what is refused."""
     latents = replace(layout(PageOrder.HND), num_kv_heads=1, num_vectors=1)

@@ -6,7 +6,7 @@ import torch
 
 from disagg.config import CacheConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.kv_layout import PageOrder
+from disagg.kv_layout import PageOrder, TailLayout
 from disagg.shared_memory import SharedMemory
 from tests.fake_model import fake_config
 
@@ -66,3 +66,8 @@ def test_the_counter_counts_beyond_32_bits():
     counter.add()
     assert counter.read() == 2**32
     counter.close()
+
+
+@pytest.mark.parametrize(("hidden_size", "expected"), [(10, 64), (11, 128), (26, 128), (27, 192)])
+def test_a_tail_slot_is_whole_cache_lines_and_no_more(hidden_size, expected):
+    assert TailLayout(num_slots=1, hidden_size=hidden_size, itemsize=4).slot_bytes == expected

@@ -61,6 +61,39 @@ def test_either_form_gives_the_logits_of_transformers(folder, monkeypatch, form,
     assert_logits(torch.cat(parts), reference_logits(folder, PROMPT))
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"v_head_dim": 40},  # longer than a key
+        {
+            "v_head_dim": 7,
+            "qk_nope_head_dim": 5,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        },
+        {"kv_lora_rank": 4},  # absorbing always pays
+        {"kv_lora_rank": 200, "num_experts_per_tok": 8, "topk_group": 4},
+        {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "rms_norm_eps": 1e-2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["attend_plain", "attend_absorbed"])
+def test_odd_shapes_give_the_logits_of_transformers(tmp_path, monkeypatch, shape, form):
+    monkeypatch.setattr(LatentAttention, "_attend", attend_in(form))
+    folder = make_tiny_llama(tmp_path, family="deepseek_v3", **shape)
+    stepper, pages = Stepper(loaded(folder, "float32"), PageOrder.HND), scattered_pages(40)
+    prompt = (PROMPT * 5)[:130]
+    parts = [
+        stepper.step([(prompt[first : first + 45], first, pages)])[0]
+        for first in range(0, len(prompt), 45)
+    ]
+    assert_logits(torch.cat(parts), reference_logits(folder, prompt))
+
+
+def attend_in(form):
+    return lambda layer, q, kv, mask: getattr(layer, form)(q, kv[0], mask)
+
+
 def test_pages_hold_one_latent_a_token_and_nothing_else(folder):
     config = read_config(folder)
     assert (config.num_kv_heads, config.head_dim, config.num_kv_vectors) == (1, 32 + 8, 1)
@@ -74,6 +107,8 @@ def test_pages_hold_one_latent_a_token_and_nothing_else(folder):
         # 0.1 * 0.5 * ln(40) + 1 = 1.18444, squared.
         ({"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}, 0.25 * 1.402898),
         ({"factor": 40.0}, 0.25),
+        ({"factor": 40.0, "mscale": None, "mscale_all_dim": None}, 0.25),
+        ({"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 0.25),
     ],
 )
 def test_scale_of_the_softmax(tmp_path, rope, expected):

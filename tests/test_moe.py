@@ -85,7 +85,52 @@ def test_missing_and_surplus_experts_are_refused_by_name(tmp_path, surplus):
         loaded(folder, "float32")
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_router_computes_in_float32_whatever_the_model(tmp_path, family):
+    folder = make_tiny_llama(tmp_path, family=family)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, chosen = loaded(folder, "bfloat16")._layers[2].mlp.router(x)
+    expected_weights, expected = loaded(folder, "float32")._layers[2].mlp.router(x)
+    assert weights.dtype == torch.float32
+    assert weights.equal(expected_weights) and chosen.equal(expected)
+
+
+def test_a_bias_is_not_rounded(tmp_path):
+    folder = make_tiny_llama(tmp_path, family="deepseek_v3")
+    bias = load_file(folder / "model.safetensors")[
+        "model.layers.2.mlp.gate.e_score_correction_bias"
+    ]
+    assert loaded(folder, "bfloat16")._layers[2].mlp.router.bias.equal(bias)
+
+
+def test_the_router_with_a_bias_chooses_from_the_best_groups():
+    """Four groups of four; many sums of score and bias are below 0."""
+    generator = torch.Generator().manual_seed(0)
+    rows, bias = (torch.randn(*size, generator=generator) for size in ((16, HIDDEN), (16,)))
+    groups = {"num_groups": 4, "num_groups_chosen": 2}
+    router = Router(
+        scores=Linear(rows), num_chosen=5, normalize=True, bias=2 * bias - 1, factor=2.5, **groups
+    )
+    x = torch.randn(40, HIDDEN, generator=generator)
+    for token, weights, chosen in zip(x, *router(x), strict=True):
+        scores = (rows @ token).sigmoid().tolist()
+        sums = [score + 2 * float(b) - 1 for score, b in zip(scores, bias, strict=True)]
+        best = sorted(range(4), key=lambda g: -sum(sorted(sums[4 * g : 4 * g + 4])[-2:]))[:2]
+        experts = sorted((4 * g + n for g in best for n in range(4)), key=lambda n: -sums[n])[:5]
+        assert chosen.tolist() == experts
+        total = sum(scores[n] for n in experts)
+        assert weights.tolist() == pytest.approx(
+            [2.5 * scores[n] / total for n in experts], abs=1e-6
+        )
+
+
 def test_ranks_share_whole_experts(tmp_path):
     folder = make_tiny_llama(tmp_path, family="qwen3_moe", num_experts=7)
     with pytest.raises(ValueError, match="num_experts 7 of the model cannot be shared by 2 ranks"):
+        check_shares(read_config(folder), 2)
+
+
+def test_ranks_share_the_shared_experts(tmp_path):
+    folder = make_tiny_llama(tmp_path, family="deepseek_v3", moe_intermediate_size=15)
+    with pytest.raises(ValueError, match=r"n_shared_experts \* moe_intermediate_size 15 of the"):
         check_shares(read_config(folder), 2)

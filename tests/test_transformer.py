@@ -16,7 +16,14 @@ from disagg.model.transformer import Transformer
 from disagg.serve.default_model import default_model
 from disagg.serve.tokenizer import Tokenizer
 from tests.test_tokenizer import text_of
-from tests.tiny_models import LLAMA3_ROPE, greedy, loaded, make_tiny_llama, reference_logits
+from tests.tiny_models import (
+    FAMILIES,
+    LLAMA3_ROPE,
+    greedy,
+    loaded,
+    make_tiny_llama,
+    reference_logits,
+)
 
 ORDERS = list(PageOrder)
 PAGE_SIZE, NUM_PAGES = 4, 40
@@ -34,7 +41,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "llama3 rope": {"rope_parameters": LLAMA3_ROPE},
     "one kv head": {"num_key_value_heads": 1},
     "as many kv heads": {"num_key_value_heads": 4, "rms_norm_eps": 1e-2},
-    "qwen3": {"family": "qwen3", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     "qwen3 moe": {"family": "qwen3_moe"},
     "qwen3 moe, weights not normalized": {"family": "qwen3_moe", "norm_topk_prob": False},
     "deepseek": {"family": "deepseek_v3"},
@@ -171,24 +178,10 @@ def test_decodes_and_chunks_in_one_batch(variant: Path, order: PageOrder) -> Non
     assert_logits(other_decode, reference_logits(variant, OTHER)[8:])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_which_pages_are_used_does_not_matter(plain: Path, order: PageOrder) -> None:
-    model = loaded(plain, "float32")
-    first, second, third = (
-        Stepper(model, order).step([(PROMPT[:11], 0, pages)])[0]
-        for pages in ([0, 1, 2], [7, 2, 5], [2, 7, 5])
-    )
-    assert torch.equal(first, second)
-    assert torch.equal(first, third)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_both_page_orders_give_the_same_logits(plain: Path, order: PageOrder) -> None:
-    model = loaded(plain, "float32")
-    logits = [
-        Stepper(model, o).step([(PROMPT, 0, scattered_pages(8))])[0] for o in (order, ORDERS[0])
-    ]
-    torch.testing.assert_close(logits[0], logits[1])
+def test_both_page_orders_give_the_same_logits(variant: Path) -> None:
+    model = loaded(variant, "float32")
+    logits = [Stepper(model, o).step([(PROMPT, 0, scattered_pages(8))])[0] for o in ORDERS]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
 def test_on_layer_comes_once_per_layer_when_that_layers_kv_is_in_its_pages(plain: Path) -> None:
@@ -221,11 +214,12 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
 
     note(stepper.attention, "append", lambda kv, pages: "append")
     note(stepper.attention, "run", lambda q, pages: "run")
+    note(stepper.model._group, "sum", lambda part: "sum")  # the other ranks have appended too
     note(Linear, "__call__", lambda linear, x: by_weight_shape[tuple(linear._plain.shape)])
     stepper.step([(PROMPT, 0, scattered_pages(8))], lambda: events.append("on_layer"))
-    layer = ["qkv", "append", "run", "o_proj", "on_layer", "gate_up", "down"]
+    layer = ["qkv", "append", "run", "o_proj", "sum", "on_layer", "gate_up", "down", "sum"]
     head = "qkv"  # has that shape too
-    assert events == [*layer, *layer, *layer, head]
+    assert events == ["sum", *layer, *layer, *layer, head]
 
 
 def test_as_many_page_tensors_as_layers(plain: Path) -> None:
@@ -264,7 +258,9 @@ def test_greedy_ends_with_the_checkpoints_end_token(tmp_path: Path, plain: Path)
     assert greedy(folder, PROMPT, 12) == expected[:end]
 
 
-def test_bfloat16_follows_float32(plain: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_follows_float32(tmp_path: Path, family: str) -> None:
+    plain = make_tiny_llama(tmp_path, family=family, dtype=torch.bfloat16)
     model = loaded(plain, "bfloat16")
     (logits,) = Stepper(model, PageOrder.HND, dtype=torch.bfloat16).step(
         [(PROMPT, 0, scattered_pages(8))]

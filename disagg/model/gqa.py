@@ -28,9 +28,7 @@ class GroupedQueryAttention:
         q_rows = config.num_qo_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self._qkv = layers.read_columns(
-            read, group, prefix, qkv, hidden, bias, unit=config.head_dim
-        )
+        self._qkv = layers.read_columns(read, group, prefix, qkv, hidden, bias, config.head_dim)
         #: Of each head of q and of k.
         self._qk_norms = [
             layers.read_norm(read, f"{prefix}{name}", config.head_dim, config.rms_norm_eps)

@@ -45,8 +45,10 @@ def block_bytes(tp: int) -> int:
 
 def check_shares(model: ModelConfig, tp: int) -> None:
     """ValueError, one line, if `tp` ranks cannot share this model."""
-    for name in ("num_qo_heads", "intermediate_size", "num_experts"):
-        size = getattr(model, name)
+    sizes = {n: getattr(model, n) for n in ("num_qo_heads", "intermediate_size", "num_experts")}
+    shared = model.n_shared_experts * model.moe_intermediate_size
+    sizes["n_shared_experts * moe_intermediate_size"] = shared
+    for name, size in sizes.items():
         if size % tp:
             raise ValueError(
                 f"{name} {size} of the model cannot be shared by {tp} ranks; choose a --tp that"

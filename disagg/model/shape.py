@@ -7,11 +7,11 @@ quantisation) is refused by name. Tensors are `weights.py`.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -19,12 +19,16 @@ from disagg.config import ModelConfig
 from disagg.model.weights import read_json
 
 #: What is computed here, as config.json has it under "model_type" and under "architectures".
-MODEL_TYPES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "DeepseekV3ForCausalLM",
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+#: What is counted or divided by: from 1 on, where config.json has it.
+COUNTS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts_per_tok"),
+    *("n_group", "decoder_sparse_step", "rope_theta", "factor"),
 )
 
 
@@ -37,31 +41,36 @@ def read_config(folder: Path) -> ModelConfig:
     read_json(folder, "config.json")  # its errors are clearer
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError) as error:
-        text = str(error).partition("\n")[0]
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
         raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
     _refuse_unsupported(folder, config)
+    is_latent = config.model_type == "deepseek_v3"
+    head_dim = config.qk_rope_head_dim if is_latent else getattr(config, "head_dim", None)
+    # The elements that rope turns: transformers' functions for that look here.
+    config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    _refuse_heads(folder, config)
     frequencies, factor = _rope(config)
     eos = config.eos_token_id
     if (folder / "generation_config.json").exists():
         eos = read_json(folder, "generation_config.json").get("eos_token_id", eos)
-    names = [field.name for field in dataclasses.fields(ModelConfig)]
-    shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    # What is null there is "none" here.
-    shape = {name: value for name, value in shape.items() if value is not None}
+    ours, theirs = ({f.name for f in dataclasses.fields(each)} for each in (ModelConfig, config))
+    # A field that this family does not have means nothing. What is null there is "none" here.
+    shape = {n: value for n in ours & theirs if (value := getattr(config, n)) is not None}
     # Names that are ours alone: if a config has one of them too, it means something else there.
     shape |= {
         "num_layers": config.num_hidden_layers,
         "num_qo_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
         "max_positions": config.max_position_embeddings,
         "eos_token_ids": (eos,) if isinstance(eos, int) else tuple(eos or ()),
         "rope_frequencies": frequencies,
         "rope_factor": factor,
         "qk_norm": config.model_type in ("qwen3", "qwen3_moe"),
-        "moe_layers": tuple(_moe_layers(config)),
+        "moe_layers": tuple(n for n in range(config.num_hidden_layers) if _has_experts(config, n)),
     }
-    if config.model_type == "deepseek_v3":
+    if is_latent:
         shape |= {
             "num_kv_heads": 1,
             "num_kv_vectors": 1,
@@ -70,23 +79,20 @@ def read_config(folder: Path) -> ModelConfig:
             "router_bias": True,
         }
     if block := _quantization(config).get("weight_block_size"):
+        if not isinstance(block, list) or len(block) != 2 or min(block) < 1:
+            raise ValueError(f"{folder}: weight_block_size {block!r} is not two numbers from 1 on")
         shape["weight_block_size"] = tuple(block)
     model = ModelConfig(**shape)
     _refuse_impossible(folder, model)
     return model
 
 
-def _moe_layers(config: PreTrainedConfig) -> Iterator[int]:
-    for layer in range(config.num_hidden_layers):
-        if config.model_type == "deepseek_v3":
-            has_experts = layer >= config.first_k_dense_replace
-        elif config.model_type == "qwen3_moe":
-            is_dense = layer in config.mlp_only_layers or (layer + 1) % config.decoder_sparse_step
-            has_experts = not is_dense and config.num_experts > 0
-        else:
-            has_experts = False
-        if has_experts:
-            yield layer
+def _has_experts(config: PreTrainedConfig, layer: int) -> bool:
+    if config.model_type == "deepseek_v3":
+        return layer >= (config.first_k_dense_replace or 0)
+    if config.model_type == "qwen3_moe" and config.num_experts:
+        return layer not in config.mlp_only_layers and not (layer + 1) % config.decoder_sparse_step
+    return False
 
 
 def _rope(config: PreTrainedConfig) -> tuple[tuple[float, ...], float]:
@@ -106,8 +112,8 @@ def _quantization(config: PreTrainedConfig) -> dict[str, Any]:
 def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
     """ValueError if the config asks for something that would silently be left out."""
     supported: dict[str, tuple[object, ...]] = {
-        "architectures": tuple([name] for name in ARCHITECTURES),
-        "model_type": MODEL_TYPES,
+        "architectures": tuple([name] for name in FAMILIES.values()),
+        "model_type": tuple(FAMILIES),
         "hidden_act": ("silu",),
         "sliding_window": (None,),
         "rope_type": ("default", "linear", "llama3", "yarn"),
@@ -116,15 +122,24 @@ def _refuse_unsupported(folder: Path, config: PreTrainedConfig) -> None:
         "topk_method": (None, "noaux_tc"),
         "quant_method": (None, "fp8"),
         "fmt": (None, "e4m3"),
+        "layer_types": ([], ["full_attention"]),
     }
     asked = vars(config) | {"model_type": config.model_type} | (config.rope_parameters or {})
     asked |= _quantization(config)
+    asked["layer_types"] = sorted({*(asked.get("layer_types") or ())})
     for name, values in supported.items():
         if asked.get(name) not in values:
             raise ValueError(
                 f"{folder}: {name} {asked.get(name)!r} is not supported; expected"
                 f" {' or '.join(map(repr, values))}"
             )
+    for name in COUNTS:
+        number = asked.get(name, 1)
+        if not isinstance(number, int | float) or number < 1:
+            raise ValueError(f"{folder}: {name} is {number!r}; expected a number from 1 on")
+
+
+def _refuse_heads(folder: Path, config: PreTrainedConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads or config.head_dim % 2:
         raise ValueError(
             f"{folder}: num_attention_heads ({config.num_attention_heads}) must be a multiple of"

@@ -78,7 +78,8 @@ def fingerprint(folder: Path, config: ModelConfig) -> str:
     files does not count. Milliseconds for a model of 270 MB.
     """
     shape = dataclasses.asdict(config)
-    # These two say when to stop, not what to compute; the third is another machine's arithmetic.
+    # Two say when to stop, not what to compute; the third follows from the rest, but may differ in
+    # its last bit on another machine.
     del shape["eos_token_ids"], shape["max_positions"], shape["rope_frequencies"]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for name, tensor in sorted(Checkpoint(folder, config, torch.float32).stored.items()):
@@ -143,7 +144,7 @@ class Checkpoint:
 
     def refuse_unread(self, *, tells: bool) -> None:
         """ValueError if a tensor was never read: the checkpoint is not quite this architecture.
-        Layers behind the last are drafts, which may be there: `tells` says so."""
+        Layers behind the last are drafts and may be there; if it `tells`, that is logged."""
         config = self._config
         drafts = range(config.num_layers, config.num_layers + config.num_mtp_layers)
         prefixes = tuple(f"model.layers.{layer}." for layer in drafts)
@@ -169,6 +170,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ValueError(f"model folder {folder} does not exist or has no {name}") from None
     except ValueError as error:
         raise ValueError(f"{folder / name} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / name} is not valid: expected a JSON object, got {content!r}")
     return content
 
 
@@ -176,7 +179,7 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
-    shards = set(read_json(folder, index.name)["weight_map"].values())
+    shards = set(read_json(folder, index.name).get("weight_map", {}).values())
     return [folder / shard for shard in sorted(shards)]
 
 
