@@ -23,7 +23,7 @@ from disagg.model.rank_group import RankGroup
 #: one laid out for 16 loses nothing at 1.
 PACKED_FOR = 16
 #: A weight of up to so many elements is used as it is: a call of a kernel for weights that are laid
-#: out takes 30 µs more than torch's own, and reading the weight no longer.
+#: out takes 20 to 30 µs more than torch's own, and reading the weight no longer.
 SMALL_WEIGHT = 1 << 18
 
 
