@@ -6,32 +6,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from disagg.model.layers import GatedMLP, Linear
-from disagg.model.moe import MixtureOfExperts, Router
+from disagg.model.layers import Linear
+from disagg.model.moe import ExpertLinear, MixtureOfExperts, Router
 from disagg.model.rank_group import check_shares
 from disagg.model.shape import read_config
 from tests.tiny_models import loaded, make_tiny_llama
 
-HIDDEN, SIZE, NUM_EXPERTS, NUM_CHOSEN = 12, 6, 5, 2
+HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 16, 5, 2
+#: Only rows of whole 16 bytes are mapped for all experts at once.
+SIZES = (6, 8)
 
 
 class Weights:
-    def __init__(self) -> None:
+    def __init__(self, size: int = 8) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
         self.router = draw(NUM_EXPERTS, HIDDEN)
-        self.gate_up = draw(NUM_EXPERTS, 2 * SIZE, HIDDEN)
-        self.down = draw(NUM_EXPERTS, HIDDEN, SIZE)
+        self.gate_up = draw(NUM_EXPERTS, 2 * size, HIDDEN)
+        self.down = draw(NUM_EXPERTS, HIDDEN, size)
 
     def mixture(self, numbers: range, normalize: bool) -> MixtureOfExperts:
-        experts = [
-            GatedMLP(gate_up=Linear(self.gate_up[n]), down=Linear(self.down[n])) for n in numbers
-        ]
+        gate_up, down = (
+            ExpertLinear([whole[n] for n in numbers]) for whole in (self.gate_up, self.down)
+        )
         router = Router(scores=Linear(self.router), num_chosen=NUM_CHOSEN, normalize=normalize)
-        return MixtureOfExperts(router=router, experts=experts, first=numbers.start)
+        return MixtureOfExperts(router=router, gate_up=gate_up, down=down, mine=numbers)
 
     def one(self, x: torch.Tensor, normalize: bool) -> torch.Tensor:
         """Of one token."""
@@ -47,8 +49,9 @@ class Weights:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
-def test_each_token_goes_through_its_experts(num_tokens, normalize):
-    weights = Weights()
+@pytest.mark.parametrize("size", SIZES)
+def test_each_token_goes_through_its_experts(size, num_tokens, normalize):
+    weights = Weights(size)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(num_tokens))
     expected = torch.stack([weights.one(row, normalize) for row in x])
     whole = weights.mixture(range(NUM_EXPERTS), normalize)

@@ -58,21 +58,21 @@ def compute_dtype(stored: torch.dtype) -> torch.dtype:
 class Linear:
     """`x @ weight.T + bias`: weight `[out_features, in_features]`, bias `[out_features]`.
 
-    The weight is laid out once, one layout for all batch sizes, unless it is small. `x` and the
-    result are in `compute_dtype(weight.dtype)`.
+    The weight is laid out once, one layout for all batch sizes, unless it is small: then it is
+    `plain`. `x` and the result are in `compute_dtype(weight.dtype)`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         computed = compute_dtype(weight.dtype)
         self._bias = None if bias is None else bias.to(computed)
         self._half: torch.ScriptObject | None = None
-        self._plain: Tensor | None = None
+        self.plain: Tensor | None = None
         if weight.dtype != computed and _fits_half(weight):
             # A step of few tokens takes as long as reading the weights: so half the bytes, which
             # are widened on the way.
             self._half = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
         elif weight.numel() <= SMALL_WEIGHT:
-            self._plain = weight.to(computed)
+            self.plain = weight.to(computed)
         else:
             laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.to(computed), PACKED_FOR)
             self._packed = laid_out
@@ -82,8 +82,8 @@ class Linear:
         if self._half is not None:
             mapped: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._half)
             return mapped
-        if self._plain is not None:
-            return F.linear(x, self._plain, self._bias)
+        if self.plain is not None:
+            return F.linear(x, self.plain, self._bias)
         num_tokens, added = x.shape[0], _num_added(x.shape[0])
         if added:
             x = F.pad(x, (0, 0, 0, added))

@@ -5,16 +5,16 @@
     experts   3,5 1,3 5,3   ->    expert 3: tokens 0 1 2 -MLP--+--> weighted sum of each token's
                                   expert 5: tokens 0 2  --MLP--'
 
-Rows are sorted by expert, so there is one MLP call for each expert that has any. The experts are
-shared by the ranks of a group; what a rank returns is a part of a sum, as of a row-parallel map.
+Rows are sorted by expert, so each expert maps all of its rows at once. The experts are shared by
+the ranks of a group; what a rank returns is a part of a sum, as of a row-parallel map.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from disagg.config import ModelConfig
 from disagg.model.layers import GatedMLP, Linear, ReadTensor, gated, read_mlp
@@ -57,35 +57,51 @@ class Router:
         return weights * self.factor, chosen
 
 
+class ExpertLinear:
+    """One map for each expert, of rows that are sorted by expert."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """`weights` are `[out_features, in_features]` each."""
+        self._maps = [Linear(weight) for weight in weights]
+        plain = [each.plain for each in self._maps if each.plain is not None]
+        self._stacked: Tensor | None = None
+        # One kernel for all small maps saves a call from Python for each. It wants rows of whole
+        # 16 bytes.
+        if plain and len(plain) == len(weights) and not any(n % 8 for n in plain[0].shape):
+            self._stacked, self._maps = torch.stack(plain).transpose(1, 2), []
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Map `[R, in_features]`, of which each expert has its `counts`: `[R, out_features]`."""
+        if self._stacked is not None:
+            return F.grouped_mm(rows, self._stacked, offs=counts.cumsum(0, dtype=torch.int32))
+        busy = [(each, n) for each, n in zip(self._maps, counts.tolist(), strict=True) if n]
+        parts = torch.split(rows, [n for _, n in busy])
+        return torch.cat([each(part) for (each, _), part in zip(busy, parts, strict=True)])
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """`experts` are this rank's, numbered from `first` on; `shared` is its part of an MLP that all
-    tokens pass."""
+    """`gate_up` (rows of gate, then rows of up) and `down` are the MLPs of the experts `mine`, this
+    rank's; `shared` is its part of an MLP that all tokens pass."""
 
     router: Router
-    experts: Sequence[GatedMLP]
-    first: int = 0
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    mine: range
     shared: GatedMLP | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[T, hidden_size]` to this rank's part of the same shape."""
         weights, chosen = (each.flatten() for each in self.router(x))  # [T * k]
-        last = self.first + len(self.experts)
-        ends = [0, *chosen.bincount(minlength=last).cumsum(0).tolist()]
+        counts = chosen.bincount(minlength=self.mine.stop)[: self.mine.stop]
+        before, counts = counts[: self.mine.start].sum(), counts[self.mine.start :]
         # Places in [T * k] whose expert is here, sorted by expert.
-        here = chosen.argsort()[ends[self.first] : ends[last]]
+        here = chosen.argsort()[before : before + counts.sum()]
         total = torch.zeros_like(x) if self.shared is None else self.shared(x)
         if not len(here):
             return total
         tokens = here // (len(chosen) // len(x))
-        sizes = [b - a for a, b in pairwise(ends[self.first : last + 1])]
-        busy = [expert for expert, size in zip(self.experts, sizes, strict=True) if size]
-        sizes = [size for size in sizes if size]
-        # What is between the maps is done for all experts at once: fewer calls for the same rows.
-        rows = zip(busy, torch.split(x[tokens], sizes), strict=True)
-        gate_up = torch.cat([expert.gate_up(part) for expert, part in rows])
-        rows = zip(busy, torch.split(gated(gate_up), sizes), strict=True)
-        outputs = torch.cat([expert.down(part) for expert, part in rows])
+        outputs = self.down(gated(self.gate_up(x[tokens], counts)), counts)
         return total.index_add_(0, tokens, outputs * weights[here, None].to(x.dtype))
 
 
@@ -101,15 +117,16 @@ def read_experts(
         name = f"{prefix}gate.e_score_correction_bias"
         bias = read(name, (config.num_experts,), dtype=torch.float32)
     mine = group.cut(torch.arange(config.num_experts), 0).tolist()
-    experts = []
-    for number in range(config.num_experts):
-        expert = f"{prefix}experts.{number}."
-        if number in mine:
-            experts.append(read_mlp(read, RankGroup(), expert, hidden, size))
-        else:
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                shape = (hidden, size) if name == "down_proj" else (size, hidden)
-                read(f"{expert}{name}.weight", shape, lambda weight: weight[:0])
+
+    def weight_of(expert: int, name: str) -> Tensor:
+        shape = (hidden, size) if name == "down_proj" else (size, hidden)
+        end = None if expert in mine else 0
+        return read(f"{prefix}experts.{expert}.{name}.weight", shape, lambda weight: weight[:end])
+
+    gate_up, down = [], []
+    for expert in range(config.num_experts):
+        gate_up.append(torch.cat([weight_of(expert, "gate_proj"), weight_of(expert, "up_proj")]))
+        down.append(weight_of(expert, "down_proj"))
     if config.n_shared_experts:
         shared_size = config.n_shared_experts * size
         shared = read_mlp(read, group, f"{prefix}shared_experts.", hidden, shared_size)
@@ -123,7 +140,8 @@ def read_experts(
             num_groups_chosen=config.topk_group,
             factor=config.routed_scaling_factor,
         ),
-        experts=experts,
-        first=mine[0],
+        gate_up=ExpertLinear([gate_up[expert] for expert in mine]),
+        down=ExpertLinear([down[expert] for expert in mine]),
+        mine=range(mine[0], mine[-1] + 1),
         shared=shared,
     )
