@@ -10,11 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from disagg.transfer.control import Control, Opened
+from disagg.transfer.control import Connection, Control
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
 from disagg.transfer.medium import Job, Link
 from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
@@ -140,8 +141,17 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
     return act_once
 
 
+@dataclass
+class Opened:
+    """A peer's opening fits."""
+
+    peer: Peer
+    offers: dict[str, bytes]
+
+
 class OpeningControl(Control):
-    """A control that says its openings by itself; `offer()` gives what they offer."""
+    """A control that says its openings by itself; `offer()` gives what they offer. Its events tell
+    of the others' too."""
 
     def __init__(
         self,
@@ -152,17 +162,22 @@ class OpeningControl(Control):
     ) -> None:
         super().__init__(transports, clock, timeout)
         self.offer = offer
-        self.dialled = set()
 
     def connect(self, host, port):
         peer = super().connect(host, port)
-        self.dialled.add(peer)
-        self.open(peer, self.offer())
+        if connection := self.connections.get(peer):
+            connection.open(self.offer())
         return peer
 
-    def poll(self, timeout):
-        events = super().poll(timeout)
-        for event in events:
-            if isinstance(event, Opened) and event.peer not in self.dialled:
-                self.open(event.peer, self.offer())
-        return events
+    def ready(self, peer: Peer) -> None:
+        """As its link would say; unknown or lost: no-op."""
+        if connection := self.connections.get(peer):
+            connection.ready()
+
+    def on_opened(self, connection: Connection, offers: dict[str, bytes]) -> None:
+        if not connection.outgoing:
+            connection.open(self.offer())
+        self.events.append(Opened(connection.peer, offers))
+
+    def on_note(self, peer: Peer, data: bytes) -> None:
+        raise AssertionError(f"nobody says {data!r} to us")

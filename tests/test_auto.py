@@ -144,7 +144,7 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
     dialler, listener = node(world, "auto"), node(world, "tcp")
     assert kind_of_link(world, dialler, listener) is TcpLink
     for each in world.nodes:
-        (connection,) = each.engine._control._connections.values()
+        (connection,) = each.engine.connections.values()
         assert not connection.joins
         assert len(each.engine._links) == 1
     # Of each: memory and its mapping, epoll, eventfd, two connections; and one listener.

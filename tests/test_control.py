@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from disagg.transfer import control as control_module
-from disagg.transfer.control import MAX_MESSAGE_BYTES, Opened
+from disagg.transfer.control import MAX_MESSAGE_BYTES
 from disagg.transfer.interface import MessageReceived, PeerLost, TransferError
 from disagg.transfer.wire import (
     MAX_OPENING_BYTES,
@@ -19,7 +19,7 @@ from disagg.transfer.wire import (
     decode_opening,
     encode_opening,
 )
-from tests.engines import OpeningControl
+from tests.engines import Opened, OpeningControl
 
 DEADLINE_SECONDS = 10.0
 
@@ -92,8 +92,8 @@ def test_openings_carry_info(ours, theirs):
     host, port = theirs.listen("127.0.0.1", 0)
     assert ours.connect(host, port) == 1
     mine, other = run(ours, theirs, until=lambda a, b: a and b)
-    assert mine == other == [Opened(peer=1, opening=Opening({"test": b"info"}))]
-    tcp = ours._connections[1].socket
+    assert mine == other == [Opened(peer=1, offers={"test": b"info"})]
+    tcp = ours.connections[1].socket
     assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -139,7 +139,7 @@ def test_messages_said_last_arrive_before_the_loss(ours, theirs):
     _, other = run(ours, theirs, until=lambda a, b: of(PeerLost, b))
     assert isinstance(other[0], MessageReceived)
     assert "closed the connection" in other[1].why
-    assert not ours.is_open(peer)
+    assert peer not in ours.connections
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,14 @@ def test_a_link_that_fails_takes_the_last_words(ours, theirs, error, why):
     def fail():
         raise error
 
-    why = why.format(f"connection to {theirs._connections[1].address}")
-    theirs.guard(1, fail)
+    connection = theirs.connections[1]
+    why = why.format(f"connection to {connection.address}")
+    connection.guard(fail)
     assert theirs.poll(0) == [
         MessageReceived(peer=1, data=b"last"),
         PeerLost(peer=1, why=why),
     ]
-    theirs.guard(1, fail)
+    connection.guard(fail)
     assert theirs.poll(0) == []
 
 
@@ -321,7 +322,7 @@ def test_no_bytes_make_poll_raise(ours, data, opened):
     with socket.create_connection(ours._listener.getsockname()) as stranger:
         stranger.sendall(opening() * opened + data)
     run(ours, until=lambda a: of(PeerLost, a))
-    assert not ours._connections
+    assert not ours.connections
 
 
 @settings(max_examples=200, deadline=None)
@@ -371,7 +372,7 @@ def test_a_stranger_cannot_make_us_hold_more_than_a_frame(ours):
             with contextlib.suppress(BlockingIOError):
                 stranger.send(frame(b"m" * 65536))
             ours.poll(0)
-        held = ours._connections[1].received
+        held = ours.connections[1].received
         assert len(held) <= READ_BYTES + MAX_OPENING_BYTES
 
 
@@ -392,7 +393,7 @@ def test_too_many_strangers_are_turned_away(ours, monkeypatch):
             stack.enter_context(socket.create_connection(address))
         for _ in range(10):
             ours.poll(0.001)
-        assert len(ours._connections) == 3
+        assert len(ours.connections) == 3
 
 
 def test_close_twice(ours, theirs):

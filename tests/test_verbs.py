@@ -203,8 +203,8 @@ def test_a_forged_opening_ends_the_connection(world, start, fabric, monkeypatch,
     forger, other = (left, right) if who == "dialler" else (right, left)
     link = forger.engine._media[0].link
 
-    def forging(connection):
-        made = link(connection)
+    def forging(connection, arrived):
+        made = link(connection, arrived)
         made.info = forge(made.info)
         return made
 
@@ -230,10 +230,10 @@ def test_a_forged_note_ends_the_connection(world, start, fabric, note):
     left, right = start(), start()
     link = right.engine._media[0].link
 
-    def forging(connection):
-        made = link(connection)
+    def forging(connection, arrived):
+        made = link(connection, arrived)
         data = note if isinstance(note, bytes) else msgspec.msgpack.encode(note)
-        made._name_ends = lambda: made.control.send_note(made.peer, data or b"\0")
+        made._name_ends = lambda: made.connection.send_note(data or b"\0")
         return made
 
     right.engine._media[0].link = forging
@@ -605,8 +605,8 @@ def test_nothing_is_left_of_links_that_were_not_chosen_or_not_built(world, start
     assert "the path for writes did not come up within 0.1 s; check MTU and firewalls" in why(left)
 
 
-def silent(link, connection):
-    made = link(connection)
+def silent(link, connection, arrived):
+    made = link(connection, arrived)
     made.take_note = lambda data: None
     return made
 

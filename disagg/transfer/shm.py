@@ -26,9 +26,10 @@ import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.control import Connection
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
-from disagg.transfer.medium import Bytes, Connection, Link, Medium
+from disagg.transfer.medium import Arrived, Bytes, Link, Medium
 from disagg.transfer.wire import decode
 
 #: Copied under one lock of the lease: two to four milliseconds. Smaller ones would cost more: the
@@ -70,8 +71,8 @@ class ShmMedium(Medium):
             raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
         self.own.append(Extent(memory.fd, memory.fd_offset, memory.nbytes))
 
-    def link(self, connection: Connection) -> Link:
-        return ShmLink(connection, self)
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
+        return ShmLink(connection, arrived, self)
 
     def fits(self, info: bytes) -> bool:
         theirs = decode(info, _Info, "malformed opening of shm")
@@ -95,8 +96,8 @@ class ShmLink(Link):
     A lease grants: the opening's token, then an `Extent` of each region (None: a source alone).
     """
 
-    def __init__(self, connection: Connection, medium: ShmMedium) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: Connection, arrived: Arrived, medium: ShmMedium) -> None:
+        super().__init__(connection, arrived)
         self._medium = medium
         self.regions: list[Bytes] = []
         self.held_lease: HeldLease | None = None
@@ -119,7 +120,7 @@ class ShmLink(Link):
             self._map(theirs, f"/proc/self/fd/{folder}")
         finally:
             os.close(folder)
-        self.control.ready(self.peer)
+        self.connection.ready()
 
     def post(self) -> None:
         """Copy one batch, if the peer still lets us, and tell it."""
@@ -129,7 +130,7 @@ class ShmLink(Link):
             raise TransferError("the peer took its memory back")
         records = self._copy_batch()
         lease.end()
-        self.control.send_note(self.peer, msgspec.msgpack.encode(records))
+        self.connection.send_note(msgspec.msgpack.encode(records))
 
     def take_note(self, data: bytes) -> None:
         for imm, count in decode(data, list[tuple[int, int]], "malformed note of shm"):

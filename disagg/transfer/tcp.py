@@ -17,6 +17,7 @@ scatters it into slices of the destination. What is sent is bounded by the kerne
 frame: a reader that does not read stops the posting, and what is not posted can be withdrawn.
 """
 
+import secrets
 import socket
 from contextlib import suppress
 from functools import partial
@@ -26,8 +27,9 @@ import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
+from disagg.transfer.control import Connection
 from disagg.transfer.interface import MAX_IMM, Memory, TransferError, check_offsets
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.medium import Arrived, Bytes, Job, Link, Medium
 from disagg.transfer.waiter import READABLE, WRITABLE
 from disagg.transfer.wire import Opening, Wire, decode, encode_opening, framed
 
@@ -89,17 +91,19 @@ class TcpMedium(Medium):
     def register(self, memory: Memory, view: Bytes) -> None:
         self.regions.append(view if memory.writable else view[:0])
 
-    def link(self, connection: Connection) -> Link:
-        return TcpLink(connection, self)
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
+        return TcpLink(connection, arrived, self)
 
 
 class TcpLink(Link):
     """One connection's data connection. In the opening stand the key for it (of who is called) and
     the sizes of our regions."""
 
-    def __init__(self, connection: Connection, medium: TcpMedium) -> None:
-        super().__init__(connection)
-        key = b"" if self.outgoing else self.control.expect_join(self.peer, self._joined)
+    def __init__(self, connection: Connection, arrived: Arrived, medium: TcpMedium) -> None:
+        super().__init__(connection, arrived)
+        key = b"" if connection.outgoing else secrets.token_bytes()
+        if key:
+            connection.joins[key] = self._joined
         self.info = msgspec.msgpack.encode((key, [region.nbytes for region in medium.regions]))
         self._medium, self._regions = medium, medium.regions
         self._data: Wire | None = None
@@ -110,8 +114,8 @@ class TcpLink(Link):
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
-        if self.outgoing:
-            self._data = data = self.control.dial_again(self.peer)
+        if self.connection.outgoing:
+            self._data = data = self.connection.dial_again()
             data.unsent += framed(encode_opening(Opening({}, key)))
             self._watch(data, blocked=True)
 
@@ -139,12 +143,12 @@ class TcpLink(Link):
                 self._outgoing = None
 
     def revoke(self) -> None:
-        self.guard(partial(self._receive, LAST_BYTES))
+        self.connection.guard(partial(self._receive, LAST_BYTES))
         self.close()
 
     def close(self) -> None:
         if self._data is not None:
-            self.control.waiter.close_socket(self._data.socket)
+            self.waiter.close_socket(self._data.socket)
             self._data = None
 
     def _next_frame(self) -> tuple[Job, Frame]:
@@ -159,21 +163,21 @@ class TcpLink(Link):
     def _joined(self, data: Wire) -> None:
         self._data = data
         self._watch(data, blocked=False)
-        self.control.ready(self.peer)
+        self.connection.ready()
 
     def _watch(self, data: Wire, *, blocked: bool) -> None:
         self._blocked = blocked
-        self.control.waiter.watch(
+        self.waiter.watch(
             data.socket.fileno(),
             READABLE | WRITABLE * blocked,
-            lambda events: self.guard(partial(self._on_data, data, events)),
+            lambda events: self.connection.guard(partial(self._on_data, data, events)),
         )
 
     def _on_data(self, data: Wire, events: int) -> None:
         if not data.connected:  # the key is short: a new connection takes it at once
             data.finish_connect()
             data.flush()
-            self.control.ready(self.peer)
+            self.connection.ready()
         if self._blocked and events & ~READABLE:
             self._watch(data, blocked=False)
         if events & ~WRITABLE:
