@@ -65,8 +65,7 @@ class Connection(wire.Wire, kw_only=True, eq=False):
 
     def open(self, offers: dict[str, bytes]) -> None:
         """Say our opening: after `connect`, or in `on_opened`."""
-        frame = wire.framed(wire.encode_opening(wire.Opening(offers)))
-        self.send(frame, at_once=True)
+        self.send(wire.opening(offers), at_once=True)
 
     def ready(self) -> None:
         """The link to the peer works: let messages flow."""
@@ -152,22 +151,21 @@ class Connection(wire.Wire, kw_only=True, eq=False):
     def _on_opening(self, frame: bytes) -> None:
         control = self.control
         try:
-            opening = wire.decode_opening(frame, control.transports)
+            offers = wire.decode_opening(frame, control.transports)
         except TransferError as error:
             if not self.outgoing:  # it called: our answer shows it why this is the end
                 self.open(dict.fromkeys(control.transports, b""))
             raise TransferError(f"{self.address} sent {error}") from error
         self.opened = True
-        if not opening.key:
-            control.on_opened(self, opening.offers)
+        if (key := offers.get(wire.JOIN)) is None:
+            control.on_opened(self, offers)
             return
-        for first in control.connections.values():
-            if opening.key in first.joins:
-                control.waiter.unwatch(self.socket.fileno())
-                del control.connections[self.peer]
-                first.joins.pop(opening.key)(self)
-                return
-        raise TransferError(f"{self.address} joins nothing that is open")
+        first = next((c for c in control.connections.values() if key in c.joins), None)
+        if first is None:
+            raise TransferError(f"{self.address} joins nothing that is open")
+        control.waiter.unwatch(self.socket.fileno())
+        del control.connections[self.peer]
+        first.joins.pop(key)(self)
 
 
 class Control(Resource):

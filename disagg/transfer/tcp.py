@@ -31,7 +31,7 @@ from disagg.transfer.control import Connection
 from disagg.transfer.interface import MAX_IMM, Memory, TransferError, check_offsets
 from disagg.transfer.medium import Arrived, Bytes, Job, Link, Medium
 from disagg.transfer.waiter import READABLE, WRITABLE
-from disagg.transfer.wire import Opening, Wire, decode, encode_opening, framed
+from disagg.transfer.wire import JOIN, Wire, decode, framed, opening
 
 #: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
 MAX_FRAME_WRITES = 256
@@ -116,7 +116,7 @@ class TcpLink(Link):
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
         if self.connection.outgoing:
             self._data = data = self.connection.dial_again()
-            data.unsent += framed(encode_opening(Opening({}, key)))
+            data.unsent += opening({JOIN: key})
             self._watch(data, blocked=True)
 
     def can_post(self) -> bool:

@@ -128,7 +128,6 @@ class VerbsLink(Link):
         super().__init__(connection, arrived)
         self.medium = medium
         self._lanes: list[_Lane] = []
-        self._ready = False
         addresses = [nic.address for nic in medium.nics]
         granted = [region.granted for region in medium.regions]
         self.info = msgspec.msgpack.encode(_Info(addresses, granted, medium.probe.granted))
@@ -210,8 +209,8 @@ class VerbsLink(Link):
         lane.replenish()
         if lane.heard and not lane.posted:
             self._probe(lane)
-        if not self._ready and all(lane.heard and lane.returned for lane in self._lanes):
-            self._ready = True
+        through = all(lane.heard and lane.returned for lane in self._lanes)
+        if through and not self.connection.is_ready:
             self.region_bytes = [region.nbytes for region in self.theirs.regions]
             self.connection.ready()
 
@@ -221,14 +220,10 @@ class VerbsLink(Link):
         """Stop all queue pairs, wait for what is posted to come back and count what arrived, then
         destroy them. A destroyed one reads and writes nothing, also if the wait was too short or
         the device is gone."""
-        stopped = []
+        until = time.monotonic() + FLUSH_SECONDS
         for lane in self._lanes:
             with suppress(TransferError):
                 lane.qp.fail()
-                stopped.append(lane)
-        until = time.monotonic() + FLUSH_SECONDS
-        for lane in stopped:
-            with suppress(TransferError):
                 while (lane.receives or lane.returned < lane.posted) and time.monotonic() < until:
                     lane.take()
         self.close()

@@ -3,7 +3,7 @@
     framed(data) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
 
     frame    | length, u32; the top bit marks a note | bytes |            all little endian
-    opening  | magic, 8 bytes | version, u32 | msgpack [{transport: info, ...}, key] |
+    opening  | magic, 8 bytes | version, u32 | msgpack {transport: info, ...}, or {JOIN: key} |
              '---- the same in every version ----'       info: the link's own bytes
 
 What goes wrong is an OSError, or a TransferError that names the other side.
@@ -26,6 +26,8 @@ READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
 MAX_OPENING_BYTES = 64 << 10
 
+#: Stands for a transport in the opening of a connection that joins another one, with its key.
+JOIN = "join"
 #: What to do about a connection that does not come up.
 CHECK = "check host and port, and that the node there has said that it listens"
 
@@ -154,37 +156,30 @@ class Wire(msgspec.Struct, kw_only=True, eq=False):
         return frame, head != length
 
 
-class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """`offers`: by transport, opaque (addresses, tokens). With a `key`, the connection joins
-    another one, and offers nothing.
+def opening(offers: dict[str, bytes]) -> bytes:
+    """The frame that says what we offer: by transport, opaque (addresses, tokens); or to `JOIN`,
+    with a key.
 
     Who is called takes the first transport of its own list that fits, and offers that one alone.
     """
-
-    offers: dict[str, bytes]
-    key: bytes = b""
+    return framed(_PREFIX + msgspec.msgpack.encode(offers))
 
 
-def encode_opening(opening: Opening) -> bytes:
-    """The frame, without its length."""
-    return _PREFIX + msgspec.msgpack.encode(opening)
-
-
-def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
-    """A peer's opening with a key, or that offers one of `transports`. TransferError says what is
+def decode_opening(frame: bytes, transports: Sequence[str]) -> dict[str, bytes]:
+    """What a peer offers, one of `transports` or `JOIN` among it. TransferError says what is
     wrong."""
     if not frame.startswith(_MAGIC):
         raise TransferError("no opening of a disagg node; check host and port")
     version = int.from_bytes(frame[len(_MAGIC) : len(_PREFIX)], "little")
     if version != _VERSION:
         raise TransferError(f"control version {version}, ours is {_VERSION}; run the same on both")
-    opening = decode(frame[len(_PREFIX) :], Opening, "a malformed opening")
-    if not opening.key and not opening.offers.keys() & set(transports):
-        theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
+    offers = decode(frame[len(_PREFIX) :], dict[str, bytes], "a malformed opening")
+    if not offers.keys() & {JOIN, *transports}:
+        theirs, ours = (", ".join(names)[:99] or "none" for names in (offers, transports))
         raise TransferError(
             f"an opening for transport {theirs}, ours is {ours}; give both the same --transport"
         )
-    return opening
+    return offers
 
 
 def decode(data: bytes, kind: type[_Kind], what: str) -> _Kind:
