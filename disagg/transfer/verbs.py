@@ -220,10 +220,12 @@ class VerbsLink(Link):
         """Stop all queue pairs, wait for what is posted to come back and count what arrived, then
         destroy them. A destroyed one reads and writes nothing, also if the wait was too short or
         the device is gone."""
-        until = time.monotonic() + FLUSH_SECONDS
         for lane in self._lanes:
             with suppress(TransferError):
                 lane.qp.fail()
+        until = time.monotonic() + FLUSH_SECONDS
+        for lane in self._lanes:
+            with suppress(TransferError):
                 while (lane.receives or lane.returned < lane.posted) and time.monotonic() < until:
                     lane.take()
         self.close()
