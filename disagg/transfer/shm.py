@@ -46,7 +46,8 @@ STEP_BYTES = 256 << 10
 
 
 class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Where a region lies in the file that its process has open as `fd`."""
+    """Where a region lies in the file that its process has open as `fd`. Of what is not granted, a
+    source alone, there are no bytes."""
 
     fd: int
     fd_offset: int
@@ -60,16 +61,14 @@ class ShmMedium(Medium):
 
     def __init__(self) -> None:
         self.copy = copy_pages
-        self.own: list[Extent | None] = []
+        self.own: list[Extent] = []
         self.host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        if not memory.writable:
-            self.own.append(None)
-            return
         if memory.fd is None:
             raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
-        self.own.append(Extent(memory.fd, memory.fd_offset, memory.nbytes))
+        granted = memory.nbytes if memory.writable else 0
+        self.own.append(Extent(memory.fd, memory.fd_offset, granted))
 
     def link(self, connection: Connection, arrived: Arrived) -> Link:
         return ShmLink(connection, arrived, self)
@@ -93,7 +92,7 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 class ShmLink(Link):
     """One connection's leases and mapped regions.
 
-    A lease grants: the opening's token, then an `Extent` of each region (None: a source alone).
+    A lease grants: the opening's token, then an `Extent` of each region.
     """
 
     def __init__(self, connection: Connection, arrived: Arrived, medium: ShmMedium) -> None:
@@ -168,7 +167,7 @@ class ShmLink(Link):
         grant = lease.read_grant()
         if not secrets.compare_digest(grant[:TOKEN_BYTES], theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
-        granted = decode(grant[TOKEN_BYTES:], list[Extent | None], "malformed grant of shm")
+        granted = decode(grant[TOKEN_BYTES:], list[Extent], "malformed grant of shm")
         self.regions = [_map_region(files, extent) for extent in granted]
         self.region_bytes = [region.nbytes for region in self.regions]
 
@@ -217,10 +216,9 @@ def host_identity() -> str:
     return "/".join(map(str, (boot, *spaces, os.getuid())))
 
 
-def _map_region(files: str, extent: Extent | None) -> Bytes:
-    """Map a peer's file after checking what was said of it: a short file is a SIGBUS. What is not
-    granted has no bytes."""
-    if extent is None:
+def _map_region(files: str, extent: Extent) -> Bytes:
+    """Map a peer's file after checking what was said of it: a short file is a SIGBUS."""
+    if not extent.nbytes:
         return np.empty(0, np.uint8)
     with OpenFile(f"{files}/{extent.fd}", os.O_RDWR) as file:
         if not fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
