@@ -427,7 +427,7 @@ def test_an_honest_impostor_is_a_peer(world, impostor):
         ([0, 4097], "outside its memory"),
         ([-1, 16], "outside its memory"),
         ([4096, 1], "outside its memory"),
-        ([0, 0], "outside its memory"),
+        ([0, -1], "outside its memory"),
         ([0, 2**64 - 1], "outside its memory"),
         ([2**64 - 1, 1], "outside its memory"),
         (["0", 1], "malformed grant"),
