@@ -9,7 +9,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
 
 #: As `copy_pages`, and as `socket.sendmsg`.
-Copy = Callable[[np.ndarray, np.ndarray, int, np.ndarray, np.ndarray], None]
+Copy = Callable[[np.ndarray, np.ndarray, int, Sequence[np.ndarray]], None]
 Send = Callable[[socket.socket, list[memoryview]], int]
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
@@ -118,12 +118,10 @@ def open_jobs(engine: QueuedEngine) -> dict[Ticket, Job]:
 def in_halves(inside: Callable[[], None]) -> Copy:
     """Copies in two halves and calls `inside` between them, under the peer's lease."""
 
-    def copy(destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
+    def copy(source, target, page_bytes, offsets):
+        half = len(offsets[0]) // 2
         for part in (slice(half), slice(half, None)):
-            copy_pages(
-                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
-            )
+            copy_pages(source, target, page_bytes, [each[part] for each in offsets])
             if part.stop is not None:
                 inside()
 
@@ -160,7 +158,8 @@ class OpeningControl(Control):
         clock=time.monotonic,
         timeout=5.0,
     ) -> None:
-        super().__init__(transports, clock, timeout)
+        super().__init__(transports, timeout)
+        self.clock = clock
         self.offer = offer
 
     def connect(self, host, port):

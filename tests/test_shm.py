@@ -57,7 +57,7 @@ def test_the_two_ways_of_copying_agree(page_bytes, count, seed, shift):
     for moved in (0, shift):
         destination = np.zeros_like(source)
         shifted = np.concatenate((np.zeros(moved, dtype=np.uint8), source[: -moved or None]))
-        copy_pages(destination[: source.size], shifted, page_bytes, dst, src + moved)
+        copy_pages(shifted, destination[: source.size], page_bytes, (src + moved, dst))
         results.append(destination)
     wanted = np.zeros_like(source)
     for s, d in zip(src, dst, strict=True):

@@ -18,6 +18,7 @@ frame. Whatever else a link waits for, it watches on the same `waiter`.
 
 import math
 import socket
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,15 +48,14 @@ Take = Callable[[wire.Wire], None]
 
 
 class Connection(wire.Wire, kw_only=True, eq=False):
-    """One peer, which called us if not `outgoing`. `announced`: the user knows it, for it is the
-    user's or a message came. `waiting`: messages to send when it is ready. `joins`: by key, what
-    takes another connection that joins it, once. It ends if it is not ready and announced by the
-    `deadline`; from then on the user watches its silence."""
+    """One peer, which called us if not `outgoing`. `waiting`: messages to send when it is ready.
+    `joins`: by key, what takes another connection that joins it, once. It ends at the `deadline`,
+    which is lifted when it is ready and the user knows it, for it is the user's or a message came;
+    from then on the user watches its silence."""
 
     control: "Control"
     peer: Peer
     outgoing: bool
-    announced: bool
     deadline: float
     is_ready: bool = False
     waiting: bytearray = msgspec.field(default_factory=bytearray)
@@ -70,6 +70,8 @@ class Connection(wire.Wire, kw_only=True, eq=False):
     def ready(self) -> None:
         """The link to the peer works: let messages flow."""
         self.is_ready = True
+        if self.outgoing:
+            self.deadline = math.inf
         self.send(bytes(self.waiting))
 
     def send_note(self, data: bytes) -> None:
@@ -81,11 +83,11 @@ class Connection(wire.Wire, kw_only=True, eq=False):
         tcp = wire.dial(self.socket.family, self.socket.getpeername())
         return wire.Wire(socket=tcp, address=self.address, connected=False, opened=True)
 
-    def guard(self, step: Callable[[], None]) -> None:
+    def guard(self, step: Callable[..., object], *arguments: object) -> None:
         """Run a step of the connection or its link. If it fails, the connection ends, after the
         messages that are here already."""
         try:
-            step()
+            step(*arguments)
         except (OSError, ValueError) as error:
             if self.peer not in self.control.connections:
                 return  # it has ended
@@ -111,11 +113,8 @@ class Connection(wire.Wire, kw_only=True, eq=False):
         held = self.opened and not self.is_ready
         reads = not held or len(self.received) < wire.MAX_OPENING_BYTES
         writes = bool(self.unsent) or not self.connected
-        self.control.waiter.watch(
-            self.socket.fileno(),
-            READABLE * reads | WRITABLE * writes,
-            lambda events: self.guard(partial(self._move, events)),
-        )
+        events = READABLE * reads | WRITABLE * writes
+        self.control.waiter.watch(self.socket.fileno(), events, partial(self.guard, self._move))
 
     # Inside.
 
@@ -145,7 +144,7 @@ class Connection(wire.Wire, kw_only=True, eq=False):
             elif is_note:
                 control.on_note(self.peer, frame)
             else:
-                self.announced = True
+                self.deadline = math.inf
                 control.events.append(MessageReceived(peer=self.peer, data=frame))
 
     def _on_opening(self, frame: bytes) -> None:
@@ -171,15 +170,13 @@ class Connection(wire.Wire, kw_only=True, eq=False):
 class Control(Resource):
     """The part of an engine that has all its control connections, and its one place to wait.
 
-    `transports` are those that an opening must have one of. `clock` counts seconds and only times
-    openings, which may take `timeout` seconds.
+    `transports` are those that an opening must have one of; openings may take `timeout` seconds.
+    Tests put another `clock` here, to move it by hand.
     """
 
-    def __init__(
-        self, transports: Sequence[str], clock: Callable[[], float], timeout: float
-    ) -> None:
+    def __init__(self, transports: Sequence[str], timeout: float) -> None:
         self.transports = transports
-        self._clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         self._timeout = timeout
         #: Those that are open.
         self.connections: dict[Peer, Connection] = {}
@@ -232,19 +229,16 @@ class Control(Resource):
 
     def poll(self, timeout: float) -> list[Event]:
         """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
-        now = self._clock()
-        opening = [c for c in self.connections.values() if not (c.is_ready and c.announced)]
-        for connection in opening:
+        now = self.clock()
+        for connection in list(self.connections.values()):
             if now >= connection.deadline:
                 self._end_late(connection)
         if self.events:
             timeout = 0.0
-        if self._listener is not None and now >= self._accept_at:
+        if (listener := self._listener) is not None and now >= self._accept_at:
             self._accept_at = math.inf
-            self.waiter.watch(
-                self._listener.fileno(), READABLE, partial(self._accept, self._listener)
-            )
-        ends = min([self._accept_at, *(connection.deadline for connection in opening)])
+            self.waiter.watch(listener.fileno(), READABLE, partial(self._accept, listener))
+        ends = min([self._accept_at, *(c.deadline for c in self.connections.values())])
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self.events = self.events, []
         return taken
@@ -269,7 +263,7 @@ class Control(Resource):
             # It left before we looked, or no descriptors are left: accept(2) says retry. Not at
             # once: whoever still waits would end each `poll` until there are some.
             self.waiter.unwatch(listener.fileno())
-            self._accept_at = self._clock() + ACCEPT_PAUSE_SECONDS
+            self._accept_at = self.clock() + ACCEPT_PAUSE_SECONDS
             return
         if sum(not c.is_ready for c in self.connections.values()) >= MAX_OPENING_CONNECTIONS:
             tcp.close()
@@ -285,8 +279,7 @@ class Control(Resource):
             socket=tcp,
             address=address,
             outgoing=outgoing,
-            announced=outgoing,
-            deadline=self._clock() + self._timeout,
+            deadline=self.clock() + self._timeout,
             connected=not outgoing,
         )
         connection.watch()

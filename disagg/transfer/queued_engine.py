@@ -10,7 +10,6 @@ one poll posts for one of them, a bounded amount, so that the caller can look at
 """
 
 import ctypes
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -34,7 +33,7 @@ class QueuedEngine(Control, interface.TransferEngine):
     def __init__(
         self, media: Sequence[Medium], *, opening_timeout: float = OPENING_TIMEOUT_SECONDS
     ) -> None:
-        super().__init__([medium.name for medium in media], time.monotonic, opening_timeout)
+        super().__init__([medium.name for medium in media], opening_timeout)
         self._media = media
         self._counter = ImmCounter()
         self._views: dict[MemoryRegion, Bytes] = {}
@@ -57,7 +56,7 @@ class QueuedEngine(Control, interface.TransferEngine):
     def connect(self, host: str, port: int) -> Peer:
         peer = super().connect(host, port)
         if connection := self.connections.get(peer):
-            connection.guard(partial(self._offer, connection, self._media))
+            connection.guard(self._offer, connection, self._media)
         return peer
 
     def transport_to(self, peer: Peer) -> str:

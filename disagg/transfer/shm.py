@@ -18,6 +18,7 @@ the copy. One poll copies at most two batches' bytes, or one larger write.
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -75,9 +76,8 @@ class ShmMedium(Medium):
 
     def fits(self, info: bytes) -> bool:
         theirs = decode(info, _Info, "malformed opening of shm")
-        return theirs.host == self.host and os.access(
-            f"/proc/{theirs.pid}/fd/{theirs.lease}", os.R_OK
-        )
+        lease = f"/proc/{theirs.pid}/fd/{theirs.lease}"
+        return theirs.host == self.host and os.access(lease, os.R_OK)
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -153,11 +153,10 @@ class ShmLink(Link):
         budget = BATCH_BYTES
         while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
             nbytes = self.jobs[0].pages.page_bytes
-            job, sources, destinations = self.take(max(1, budget // nbytes))
-            region = self.regions[job.pages.destination]
-            self._medium.copy(region, job.source, nbytes, destinations, sources)
-            budget -= nbytes * len(sources)
-            records.append((job.imm, len(sources)))
+            job, *offsets = self.take(max(1, budget // nbytes))
+            self._medium.copy(job.source, self.regions[job.pages.destination], nbytes, offsets)
+            budget -= nbytes * len(offsets[0])
+            records.append((job.imm, len(offsets[0])))
         return records
 
     def _map(self, theirs: _Info, files: str) -> None:
@@ -172,34 +171,28 @@ class ShmLink(Link):
         self.region_bytes = [region.nbytes for region in self.regions]
 
 
-def copy_pages(
-    destination: Bytes,
-    source: Bytes,
-    page_bytes: int,
-    destination_offsets: Offsets,
-    source_offsets: Offsets,
-) -> None:
-    """Copy `page_bytes` for each pair of offsets, all of which lie inside the regions.
+def copy_pages(source: Bytes, target: Bytes, page_bytes: int, offsets: Sequence[Offsets]) -> None:
+    """Copy `page_bytes` from each of the first `offsets` to the one beside it in the second; all of
+    them lie inside the regions.
 
-    source       | . | 2 | . | 0 | 1 |     source_offsets       [3, 4, 1] * page_bytes
-                       |       |   |
-    destination  | 1 | . | 0 | . | 2 |     destination_offsets  [2, 0, 4] * page_bytes
+    source  | . | 2 | . | 0 | 1 |     offsets[0]  [3, 4, 1] * page_bytes
+                  |       |   |
+    target  | 1 | . | 0 | . | 2 |     offsets[1]  [2, 0, 4] * page_bytes
 
     Small pages take the fast path if their offsets are whole pages: there a page is one element, so
     that numpy gathers and scatters many in one call. The other path keeps Python's lock: callers
     bound how much they copy at once.
     """
-    offsets = (source_offsets, destination_offsets)
     as_elements = page_bytes < SMALL_PAGE_BYTES and not any((o % page_bytes).any() for o in offsets)
     step = max(1, STEP_BYTES // page_bytes)
-    from_view, to_view = source.data, destination.data  # quicker to slice than numpy
-    for first in range(0, len(source_offsets), step):
+    from_view, to_view = source.data, target.data  # quicker to slice than numpy
+    for first in range(0, len(offsets[0]), step):
         starts, ends = (o[first : first + step] for o in offsets)
         # One byte of each page, all at once: the cache and page-table misses that every page starts
         # with overlap here, instead of stopping the copy once for each page.
-        _ = source[starts], destination[ends]
+        _ = source[starts], target[ends]
         if as_elements:
-            sources, destinations = (_as_pages(r, page_bytes) for r in (source, destination))
+            sources, destinations = (_as_pages(r, page_bytes) for r in (source, target))
             destinations[ends // page_bytes] = sources[starts // page_bytes]
             continue
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):

@@ -143,7 +143,7 @@ class TcpLink(Link):
                 self._outgoing = None
 
     def revoke(self) -> None:
-        self.connection.guard(partial(self._receive, LAST_BYTES))
+        self.connection.guard(self._receive, LAST_BYTES)
         self.close()
 
     def close(self) -> None:
@@ -167,11 +167,8 @@ class TcpLink(Link):
 
     def _watch(self, data: Wire, *, blocked: bool) -> None:
         self._blocked = blocked
-        self.waiter.watch(
-            data.socket.fileno(),
-            READABLE | WRITABLE * blocked,
-            lambda events: self.connection.guard(partial(self._on_data, data, events)),
-        )
+        handler = partial(self.connection.guard, self._on_data, data)
+        self.waiter.watch(data.socket.fileno(), READABLE | WRITABLE * blocked, handler)
 
     def _on_data(self, data: Wire, events: int) -> None:
         if not data.connected:  # the key is short: a new connection takes it at once

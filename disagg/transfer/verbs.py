@@ -192,12 +192,12 @@ class VerbsLink(Link):
 
     def settle(self) -> list[Job]:
         for lane in self._lanes:
-            self.connection.guard(partial(self._take, lane))
+            self.connection.guard(self._take, lane)
         return super().settle()
 
     def _on_event(self, lane: _Lane, events: int) -> None:
         self.connection.guard(lane.qp.rearm)
-        self.connection.guard(partial(self._take, lane))
+        self.connection.guard(self._take, lane)
 
     def _take(self, lane: _Lane) -> None:
         """A bounded amount of what has completed on a queue pair. Ready once the first writes of

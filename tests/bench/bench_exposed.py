@@ -41,9 +41,9 @@ class ThrottledCopy:
 
     bandwidth = float("inf")
 
-    def __call__(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        end = time.monotonic() + page_bytes * len(source_offsets) / self.bandwidth
-        copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
+    def __call__(self, source, target, page_bytes, offsets):
+        end = time.monotonic() + page_bytes * len(offsets[0]) / self.bandwidth
+        copy_pages(source, target, page_bytes, offsets)
         time.sleep(max(0.0, end - time.monotonic()))
 
 

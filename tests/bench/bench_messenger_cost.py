@@ -106,10 +106,10 @@ class Meters:
         self.copies = True
         self.num_threads = 1
 
-    def copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
+    def copy(self, source, target, page_bytes, offsets):
         if self.copies or page_bytes < 8192:  # the tail goes always: it says whose it is
             start = time.thread_time()
-            copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
+            copy_pages(source, target, page_bytes, offsets)
             self.copy_cpu += time.thread_time() - start
 
     def timed(self, run):
