@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from disagg.transfer.control import Connection, Control
+from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Connection, Control
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
-from disagg.transfer.medium import Job, Link
-from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
+from disagg.transfer.medium import Job, Link, Medium
+from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
 from disagg.transfer.verbs import Depths, VerbsMedium
@@ -41,21 +41,30 @@ def shm_medium(copy: Copy) -> ShmMedium:
     return medium
 
 
+def engine_of(
+    media: Sequence[Medium], opening_timeout: float = OPENING_TIMEOUT_SECONDS
+) -> QueuedEngine:
+    """With another patience, in seconds."""
+    engine = QueuedEngine(media)
+    engine.opening_timeout = opening_timeout
+    return engine
+
+
 def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
-    """Copies by `copy`; for `options` see `QueuedEngine`."""
-    return QueuedEngine([shm_medium(copy)], **options)
+    """Copies by `copy`; for `options` see `engine_of`."""
+    return engine_of([shm_medium(copy)], **options)
 
 
 def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
     """Sends by `send`."""
     medium = TcpMedium()
     medium.send = send
-    return QueuedEngine([medium], **options)
+    return engine_of([medium], **options)
 
 
 def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
     """Either of them, as it fits."""
-    return QueuedEngine([shm_medium(copy), TcpMedium()], **options)
+    return engine_of([shm_medium(copy), TcpMedium()], **options)
 
 
 def nic_maker() -> Callable[[], Nic]:
@@ -74,7 +83,7 @@ def nic_maker() -> Callable[[], Nic]:
 def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
     """Makes engines with a NIC each."""
     nic, opening = nic_maker(), {"opening_timeout": PATIENCE * OPENING_TIMEOUT_SECONDS}
-    return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **opening | options)
+    return lambda **options: engine_of([VerbsMedium([nic()], depths)], **opening | options)
 
 
 def open_descriptors() -> int:
@@ -158,8 +167,8 @@ class OpeningControl(Control):
         clock=time.monotonic,
         timeout=5.0,
     ) -> None:
-        super().__init__(transports, timeout)
-        self.clock = clock
+        super().__init__(transports)
+        self.clock, self.opening_timeout = clock, timeout
         self.offer = offer
 
     def connect(self, host, port):

@@ -19,7 +19,7 @@ from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, 
 from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
-from tests.engines import link_of, open_descriptors, write, write_pages
+from tests.engines import engine_of, link_of, open_descriptors, write, write_pages
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
 
@@ -44,7 +44,7 @@ def start(world, fabric):
     def start(nics=1, *, nbytes=MIB, depths=SMALL, **options):
         if isinstance(nics, int):
             nics = [fabric.nic() for _ in range(nics)]
-        engine = QueuedEngine([VerbsMedium(nics, depths)], **options)
+        engine = engine_of([VerbsMedium(nics, depths)], **options)
         world.nodes.append(Node(engine, nbytes))
         return world.nodes[-1]
 

@@ -39,6 +39,8 @@ PATH_CHECK = (
     "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
     " --verbose; or give both another --transport"
 )
+#: What an opening may take, until there is a path for writes.
+OPENING_TIMEOUT_SECONDS = 3.0
 #: Until the next try to accept a connection, after one failed.
 ACCEPT_PAUSE_SECONDS = 0.1
 
@@ -170,14 +172,14 @@ class Connection(wire.Wire, kw_only=True, eq=False):
 class Control(Resource):
     """The part of an engine that has all its control connections, and its one place to wait.
 
-    `transports` are those that an opening must have one of; openings may take `timeout` seconds.
-    Tests put another `clock` here, to move it by hand.
+    `transports` are those that an opening must have one of. Tests put another `clock` here, or
+    more or less patience.
     """
 
-    def __init__(self, transports: Sequence[str], timeout: float) -> None:
+    def __init__(self, transports: Sequence[str]) -> None:
         self.transports = transports
         self.clock: Callable[[], float] = time.monotonic
-        self._timeout = timeout
+        self.opening_timeout = OPENING_TIMEOUT_SECONDS
         #: Those that are open.
         self.connections: dict[Peer, Connection] = {}
         self._last_peer = 0
@@ -279,7 +281,7 @@ class Control(Resource):
             socket=tcp,
             address=address,
             outgoing=outgoing,
-            deadline=self.clock() + self._timeout,
+            deadline=self.clock() + self.opening_timeout,
             connected=not outgoing,
         )
         connection.watch()
@@ -289,5 +291,5 @@ class Control(Resource):
         step, check = "sent no opening" if connection.connected else "did not answer", wire.CHECK
         if connection.opened:
             step, check = "opened, but the path for writes did not come up", PATH_CHECK
-        why = f"{connection.address} {step} within {self._timeout:g} s; {check}"
+        why = f"{connection.address} {step} within {self.opening_timeout:g} s; {check}"
         self.close_peer(connection.peer, why)

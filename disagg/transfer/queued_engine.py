@@ -23,17 +23,14 @@ from disagg.transfer.medium import Bytes, Job, Link, Medium
 
 #: Waits are cut to this while a fence holds; whoever polls all the time looks every time.
 FENCE_INTERVAL_SECONDS = 0.01
-OPENING_TIMEOUT_SECONDS = 3.0
 
 
 class QueuedEngine(Control, interface.TransferEngine):
     """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
     engines."""
 
-    def __init__(
-        self, media: Sequence[Medium], *, opening_timeout: float = OPENING_TIMEOUT_SECONDS
-    ) -> None:
-        super().__init__([medium.name for medium in media], opening_timeout)
+    def __init__(self, media: Sequence[Medium]) -> None:
+        super().__init__([medium.name for medium in media])
         self._media = media
         self._counter = ImmCounter()
         self._views: dict[MemoryRegion, Bytes] = {}

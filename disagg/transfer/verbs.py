@@ -144,7 +144,8 @@ class VerbsLink(Link):
         for number in range(max(len(self.medium.nics), len(theirs.nics))):
             lane = _Lane(self, number)
             self._lanes.append(lane)
-            self.waiter.watch(lane.qp.fd, READABLE, partial(self._on_event, lane))
+            handler = partial(self.connection.guard, self._take, lane)
+            self.waiter.watch(lane.qp.fd, READABLE, handler)
         if self.connection.outgoing:
             self._name_ends()
 
@@ -195,13 +196,11 @@ class VerbsLink(Link):
             self.connection.guard(self._take, lane)
         return super().settle()
 
-    def _on_event(self, lane: _Lane, events: int) -> None:
-        self.connection.guard(lane.qp.rearm)
-        self.connection.guard(self._take, lane)
-
-    def _take(self, lane: _Lane) -> None:
+    def _take(self, lane: _Lane, events: int = 0) -> None:
         """A bounded amount of what has completed on a queue pair. Ready once the first writes of
         both sides are through on all."""
+        if events:
+            lane.qp.rearm()
         if (failed := lane.take()) is not None:
             raise TransferError(lane.why(failed))
         while lane.chains and lane.chains[0][0] <= lane.returned:
