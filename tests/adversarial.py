@@ -31,7 +31,6 @@ from disagg.transfer.interface import (
     PeerFenced,
     PeerLost,
     Ticket,
-    TransferEngine,
     TransferError,
     WritesDone,
 )
@@ -150,8 +149,9 @@ class Network:
             owner.events.append(PeerFenced(peer=conn.peers[end]))
 
 
-class FakeTransfer(TransferEngine):
-    """One node's end. `stopped`: its process does not run; `dead`: it never will again."""
+class FakeTransfer:
+    """One node's end, with the calls of a `TransferEngine`. `stopped`: its process does not run;
+    `dead`: it never will again."""
 
     def __init__(
         self, network: Network, name: str, imm_counter: type[ImmCounter] = ImmCounter

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Connection, Control
-from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
+from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket
 from disagg.transfer.medium import Job, Link, Medium
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
@@ -43,26 +43,26 @@ def shm_medium(copy: Copy) -> ShmMedium:
 
 def engine_of(
     media: Sequence[Medium], opening_timeout: float = OPENING_TIMEOUT_SECONDS
-) -> QueuedEngine:
+) -> TransferEngine:
     """With another patience, in seconds."""
-    engine = QueuedEngine(media)
+    engine = TransferEngine(media)
     engine.opening_timeout = opening_timeout
     return engine
 
 
-def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
+def shm_engine(copy: Copy = copy_pages, **options) -> TransferEngine:
     """Copies by `copy`; for `options` see `engine_of`."""
     return engine_of([shm_medium(copy)], **options)
 
 
-def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
+def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> TransferEngine:
     """Sends by `send`."""
     medium = TcpMedium()
     medium.send = send
     return engine_of([medium], **options)
 
 
-def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
+def auto_engine(copy: Copy = copy_pages, **options) -> TransferEngine:
     """Either of them, as it fits."""
     return engine_of([shm_medium(copy), TcpMedium()], **options)
 
@@ -80,7 +80,7 @@ def nic_maker() -> Callable[[], Nic]:
     return open_next
 
 
-def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
+def verbs_maker(depths: Depths | None = None) -> Callable[..., TransferEngine]:
     """Makes engines with a NIC each."""
     nic, opening = nic_maker(), {"opening_timeout": PATIENCE * OPENING_TIMEOUT_SECONDS}
     return lambda **options: engine_of([VerbsMedium([nic()], depths)], **opening | options)
@@ -118,7 +118,7 @@ def link_of(node, peer: Peer) -> Link:
     return node.engine._link(peer)
 
 
-def open_jobs(engine: QueuedEngine) -> dict[Ticket, Job]:
+def open_jobs(engine: TransferEngine) -> dict[Ticket, Job]:
     """Of its tickets that have not ended."""
     links = map(engine._link, engine._links)
     return {job.ticket: job for link in links for job in (*link.jobs, *link.out)}

@@ -29,10 +29,10 @@ from disagg.transfer.interface import (
     MessageReceived,
     PeerFenced,
     PeerLost,
-    TransferEngine,
     TransferError,
     WritesDone,
 )
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths
 from tests.adversarial import FakeTransfer, Network
 from tests.engines import (

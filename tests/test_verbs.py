@@ -16,7 +16,7 @@ import pytest
 
 from disagg.transfer import verbs
 from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, TransferError
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
 from tests.engines import engine_of, link_of, open_descriptors, write, write_pages
@@ -565,7 +565,7 @@ def test_memory_is_registered_on_all_nics_or_on_none(start, fabric):
 
 def test_opening_and_closing_leaves_nothing(fabric):
     def once(how):
-        world = World(lambda: QueuedEngine([VerbsMedium([fabric.nic()], SMALL)]))
+        world = World(lambda: TransferEngine([VerbsMedium([fabric.nic()], SMALL)]))
         try:
             left, right = world.node(64 * KIB), world.node(64 * KIB)
             there, _ = world.connect(left, right)

@@ -16,9 +16,9 @@ from collections.abc import Sequence, Set
 from disagg.config import RdmaFlags
 from disagg.transfer import topology, verbs_device
 from disagg.transfer.interface import TransferError
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
 
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 TRANSPORTS = ("auto", "shm", "verbs", "tcp")
 
 
-def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
+def make_engine(transport: str, nics: Sequence[Nic] = ()) -> TransferEngine:
     """The engine of one of `TRANSPORTS`, which closes the `nics`; "auto" does without."""
     verbs = [VerbsMedium(nics)] if nics else []
     media = [ShmMedium(), *verbs, TcpMedium()]
-    return QueuedEngine([medium for medium in media if transport in ("auto", medium.name)])
+    return TransferEngine([medium for medium in media if transport in ("auto", medium.name)])
 
 
 def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:

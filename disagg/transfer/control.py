@@ -200,13 +200,16 @@ class Control(Resource):
         """What the peer's link says to ours; in order with the messages. As `on_opened`."""
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        """See `TransferEngine.listen`."""
+        """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
         self._listener, self._accept_at = wire.open_listener(host, port), 0.0
         bound = self._listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int) -> Peer:
-        """See `TransferEngine.connect`. A host NAME is looked up here, which may wait for DNS."""
+        """Start a connection and return at once; messages wait. It fails with a `PeerLost`.
+
+        A host name is looked up first, which may take as long as the resolver does.
+        """
         where = f"{host}:{port}"
         try:
             return self._add(wire.dial(*wire.resolve(host, port)), where, outgoing=True)
@@ -217,13 +220,14 @@ class Control(Resource):
             return self._last_peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
-        """End a connection; `PeerLost` follows from the next `poll`. Unknown or lost: no-op."""
+        """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
         if connection := self.connections.pop(peer, None):
             self.waiter.close_socket(connection.socket)
             self.events.append(PeerLost(peer=peer, why=why))
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Send a message, or queue it until `ready`. ValueError for 0 or too many bytes."""
+        """Send a message. To a lost peer: dropped (its `PeerLost` says so). ValueError if it is
+        empty or too long (16 MiB)."""
         if not 1 <= len(data) <= MAX_MESSAGE_BYTES:
             raise ValueError(f"a message has 1 to {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
         if connection := self.connections.get(peer):
@@ -246,7 +250,7 @@ class Control(Resource):
         return taken
 
     def wake(self) -> None:
-        """See `TransferEngine.wake`."""
+        """End the `poll` that waits now, or the next one. From any thread."""
         self.waiter.wake()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a queued engine needs of whatever moves the bytes: a medium, and of it a link for each peer.
+"""What a transfer engine needs of what moves the bytes: a medium, and of it a link for each peer.
 
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
 from tests.nodes import HeldNode, ask, node_config
 from tests.tiny_models import make_tiny_llama
@@ -56,7 +56,7 @@ class PacedNode(HeldNode):
         super().__init__(
             config,
             before_layer=self.pace,
-            make_transfer=lambda: QueuedEngine([shm_medium(self.copy)]),
+            make_transfer=lambda: TransferEngine([shm_medium(self.copy)]),
         )
 
     def pace(self, layer):

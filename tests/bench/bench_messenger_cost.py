@@ -33,8 +33,8 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
 
 MODES = ("alone", "looks", "sends")
@@ -131,7 +131,7 @@ class BenchNode(Node):
         super().__init__(config)
 
     def _build_transfer(self):
-        return QueuedEngine([shm_medium(self.meters.copy)])
+        return TransferEngine([shm_medium(self.meters.copy)])
 
     def _build_engine(self):
         engine = super()._build_engine()

@@ -1,4 +1,4 @@
-"""All of a transfer engine but the moving of bytes: regions, tickets, jobs of each peer.
+"""The transfer engine, all but the moving of bytes: regions, tickets, jobs of each peer.
 
     write_pages --> jobs of a peer --turns--> link.post --> link.settle --> WritesDone
     connect --> a link of each medium --> opened: the one that was chosen --> link.start
@@ -25,9 +25,12 @@ from disagg.transfer.medium import Bytes, Job, Link, Medium
 FENCE_INTERVAL_SECONDS = 0.01
 
 
-class QueuedEngine(Control, interface.TransferEngine):
-    """See `interface.py`. `media` are ways to move bytes in order of preference, the same in all
-    engines."""
+class TransferEngine(Control):
+    """What it promises and does not: `interface.py`. Messages and connections are `Control`'s.
+
+    `media` are ways to move bytes in order of preference, the same in all engines. An `imm` is a
+    u32 in host order.
+    """
 
     def __init__(self, media: Sequence[Medium]) -> None:
         super().__init__([medium.name for medium in media])
@@ -40,6 +43,8 @@ class QueuedEngine(Control, interface.TransferEngine):
         self._fencing: dict[Peer, dict[str, Link]] = {}  # lost, not fenced yet
 
     def register(self, memory: Memory) -> MemoryRegion:
+        """Make memory a source for writes and, if `writable`, one that every peer may write to.
+        Before `listen` and `connect`."""
         if self._listener or self._last_peer:
             raise TransferError("register all memory before listen and connect; got one more")
         buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
@@ -51,15 +56,25 @@ class QueuedEngine(Control, interface.TransferEngine):
         return region
 
     def connect(self, host: str, port: int) -> Peer:
+        """As `Control.connect`."""
         peer = super().connect(host, port)
         if connection := self.connections.get(peer):
             connection.guard(self._offer, connection, self._media)
         return peer
 
     def transport_to(self, peer: Peer) -> str:
+        """What writes to an open peer that has spoken travel by, as `--transport` names it."""
         return next(iter(self._links[peer]))
 
     def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
+        """One write with one immediate for EACH of the pages (at least one).
+
+        The peer has spoken: a message of it came from `poll`.
+
+        TransferError if a range lies outside its region or the peer has no such region, or none
+        that is `writable`; then none of the writes was posted. To a lost peer: dropped (its
+        `PeerLost` ends the ticket).
+        """
         region, dst, page_bytes, *offsets = pages
         src_offsets, dst_offsets = (np.array(each, np.int64) for each in offsets)  # they may change
         pairs = len(src_offsets), len(dst_offsets)
@@ -84,12 +99,24 @@ class QueuedEngine(Control, interface.TransferEngine):
         return self._last_ticket
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
+        """Count arrivals of `imm` from `peer` alone and report the `count`-th with `ImmReached`.
+
+        Called before the imm leaves in a request, so that no arrival is missed. Each call's imm is
+        larger than every one before it (an imm is never used twice). ValueError for count 0.
+        """
         self._counter.expect(peer, imm, count)
 
     def lower(self, imm: int, count: int) -> None:
+        """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there."""
         self._counter.lower(imm, count)
 
     def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
+        """Drop the writes of these tickets that were not yet handed to the medium; never waits.
+
+        The tickets are open: no `poll` has returned their end yet. Returns how many of their writes
+        were posted, each of which the peer will count (None if that is unknown). Every ticket still
+        ends with its `WritesDone` from a later `poll`, when none of its writes is outstanding.
+        """
         num_posted = []
         for link in map(self._link, self._links.keys() & self.connections):
             for job in [job for job in (*link.jobs, *link.out) if job.ticket in tickets]:
@@ -101,6 +128,10 @@ class QueuedEngine(Control, interface.TransferEngine):
         return sum(num_posted) if len(num_posted) == len(tickets) else None
 
     def poll(self, timeout: float) -> list[interface.Event]:
+        """Move what can be moved, a bounded amount, and return what happened.
+
+        Waits up to `timeout` seconds if there is nothing to do; `wake()` ends the wait.
+        """
         self._post_next()
         for peer in self._links:
             for job in self._link(peer).settle():
@@ -119,7 +150,8 @@ class QueuedEngine(Control, interface.TransferEngine):
         return [*reached, *events]  # what is reached was reached before its peer was lost
 
     def close(self) -> None:
-        """See `interface.py`. With shm, a batch under way (some milliseconds) may still land."""
+        """Close every connection and registration. May be called twice. With shm, a batch under way
+        (some milliseconds) may still land."""
         for links in (*self._fencing.values(), *self._links.values()):
             for link in links.values():
                 link.close()
