@@ -29,7 +29,7 @@ import msgspec
 from disagg.resource import Resource
 from disagg.transfer import wire
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferError
-from disagg.transfer.waiter import READABLE, WRITABLE, Waiter
+from disagg.transfer.waiter import EDGE_TRIGGERED, READABLE, WRITABLE, Waiter
 
 MAX_MESSAGE_BYTES = 16 << 20
 #: Strangers that may be in the middle of opening a connection.
@@ -41,19 +41,15 @@ PATH_CHECK = (
 )
 #: What an opening may take, until there is a path for writes.
 OPENING_TIMEOUT_SECONDS = 3.0
-#: Until the next try to accept a connection, after one failed.
-ACCEPT_PAUSE_SECONDS = 0.1
-
-
-#: Is handed a connection that joins another, after its first frame, the opening.
-Take = Callable[[wire.Wire], None]
 
 
 class Connection(wire.Wire, kw_only=True, eq=False):
     """One peer, which called us if not `outgoing`. `waiting`: messages to send when it is ready.
-    `joins`: by key, what takes another connection that joins it, once. It ends at the `deadline`,
-    which is lifted when it is ready and the user knows it, for it is the user's or a message came;
-    from then on the user watches its silence."""
+    `joins`: by key, what takes another connection that joins it, once, after its opening.
+
+    It ends at the `deadline`, which is lifted when it is ready and the user knows it, for it is the
+    user's or a message came; from then on the user watches its silence.
+    """
 
     control: "Control"
     peer: Peer
@@ -61,7 +57,7 @@ class Connection(wire.Wire, kw_only=True, eq=False):
     deadline: float
     is_ready: bool = False
     waiting: bytearray = msgspec.field(default_factory=bytearray)
-    joins: dict[bytes, Take] = msgspec.field(default_factory=dict)
+    joins: dict[bytes, Callable[[wire.Wire], None]] = msgspec.field(default_factory=dict)
 
     # What its link calls. Once it is lost, nothing of this does anything.
 
@@ -184,7 +180,6 @@ class Control(Resource):
         self.connections: dict[Peer, Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
-        self._accept_at = math.inf  # when to watch the listener, if it is not watched
         #: What the next `poll` returns.
         self.events: list[Event] = []
         #: A link watches its own descriptors here too.
@@ -201,8 +196,12 @@ class Control(Resource):
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
-        self._listener, self._accept_at = wire.open_listener(host, port), 0.0
-        bound = self._listener.getsockname()
+        self._listener = listener = wire.open_listener(host, port)
+        # Said once of each caller. Who cannot be accepted, for no descriptors are left, would end
+        # each `poll` else; it is accepted with the next one, or calls again.
+        handler = partial(self._accept, listener)
+        self.waiter.watch(listener.fileno(), READABLE | EDGE_TRIGGERED, handler)
+        bound = listener.getsockname()
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int) -> Peer:
@@ -241,10 +240,7 @@ class Control(Resource):
                 self._end_late(connection)
         if self.events:
             timeout = 0.0
-        if (listener := self._listener) is not None and now >= self._accept_at:
-            self._accept_at = math.inf
-            self.waiter.watch(listener.fileno(), READABLE, partial(self._accept, listener))
-        ends = min([self._accept_at, *(c.deadline for c in self.connections.values())])
+        ends = min((c.deadline for c in self.connections.values()), default=math.inf)
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
         taken, self.events = self.events, []
         return taken
@@ -263,19 +259,14 @@ class Control(Resource):
     # Inside.
 
     def _accept(self, listener: socket.socket, _events: int) -> None:
-        try:
-            tcp, (host, port, *_) = listener.accept()
-        except OSError:
-            # It left before we looked, or no descriptors are left: accept(2) says retry. Not at
-            # once: whoever still waits would end each `poll` until there are some.
-            self.waiter.unwatch(listener.fileno())
-            self._accept_at = self.clock() + ACCEPT_PAUSE_SECONDS
-            return
-        if sum(not c.is_ready for c in self.connections.values()) >= MAX_OPENING_CONNECTIONS:
-            tcp.close()
-            return
-        tcp.setblocking(False)
-        self._add(tcp, f"{host}:{port}", outgoing=False)
+        with suppress(OSError):  # nobody else waits, or no descriptors are left
+            for _ in range(MAX_OPENING_CONNECTIONS):
+                tcp, (host, port, *_) = listener.accept()
+                if sum(not c.is_ready for c in self.connections.values()) < MAX_OPENING_CONNECTIONS:
+                    tcp.setblocking(False)
+                    self._add(tcp, f"{host}:{port}", outgoing=False)
+                else:
+                    tcp.close()
 
     def _add(self, tcp: socket.socket, address: str, *, outgoing: bool) -> Peer:
         self._last_peer += 1

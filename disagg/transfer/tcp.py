@@ -59,22 +59,20 @@ class Frame:
     """A frame on its way: a head (if we send it), then slices of a region. `moved` bytes are over,
     counted from the end of the head, so less than 0 within it; at `end` all are."""
 
-    def __init__(
-        self, region: Bytes, offsets: Offsets, write_bytes: int, imm: int, head: bytes = b""
-    ) -> None:
+    def __init__(self, region: Bytes, offsets: Offsets, nbytes: int, imm: int, head: bytes) -> None:
         # One byte of each page, all at once: the cache and page-table misses that every page
         # starts with overlap here, instead of stopping the kernel's copy once for each page.
         _ = region[offsets]
         view = region.data
-        self._head, self._write_bytes, self.imm = memoryview(head), write_bytes, imm
-        self.pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
-        self.moved, self.end = -len(head), len(offsets) * write_bytes
+        self._head, self._nbytes, self.imm = memoryview(head), nbytes, imm
+        self.pages = [view[offset : offset + nbytes] for offset in offsets.tolist()]
+        self.moved, self.end = -len(head), len(offsets) * nbytes
 
     def rest(self) -> list[memoryview]:
         """What is left to move, as buffers for one system call."""
         if self.moved < 0:
             return [self._head[self.moved :], *self.pages]
-        first, within = divmod(self.moved, self._write_bytes)
+        first, within = divmod(self.moved, self._nbytes)
         return [self.pages[first][within:], *self.pages[first + 1 :]]
 
 
@@ -210,5 +208,5 @@ class TcpLink(Link):
             raise TransferError(f"a frame for region {head.region} of {len(regions)}")
         memory, offsets = regions[head.region], np.frombuffer(head.offsets, "<i8")
         check_offsets("destination", offsets, head.write_bytes, memory.nbytes)
-        self._incoming = Frame(memory, offsets, head.write_bytes, head.imm)
+        self._incoming = Frame(memory, offsets, head.write_bytes, head.imm, b"")
         self._regions = regions

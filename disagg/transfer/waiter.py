@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
+EDGE_TRIGGERED = select.EPOLLET
 
 #: Takes the events that epoll reports: `READABLE`, `WRITABLE`, or an error or hang-up beside them.
 Handler = Callable[[int], object]
