@@ -209,14 +209,14 @@ class Control(Resource):
 
         A host name is looked up first, which may take as long as the resolver does.
         """
+        self._last_peer += 1
         where = f"{host}:{port}"
         try:
-            return self._add(wire.dial(*wire.resolve(host, port)), where, outgoing=True)
+            self._add(wire.dial(*wire.resolve(host, port)), where, outgoing=True)
         except OSError as error:
-            self._last_peer += 1
             why = f"cannot connect to {where}: {wire.reason_of(error)}; {wire.CHECK}"
             self.events.append(PeerLost(peer=self._last_peer, why=why))
-            return self._last_peer
+        return self._last_peer
 
     def close_peer(self, peer: Peer, why: str) -> None:
         """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
@@ -264,12 +264,13 @@ class Control(Resource):
                 tcp, (host, port, *_) = listener.accept()
                 if sum(not c.is_ready for c in self.connections.values()) < MAX_OPENING_CONNECTIONS:
                     tcp.setblocking(False)
+                    self._last_peer += 1
                     self._add(tcp, f"{host}:{port}", outgoing=False)
                 else:
                     tcp.close()
 
-    def _add(self, tcp: socket.socket, address: str, *, outgoing: bool) -> Peer:
-        self._last_peer += 1
+    def _add(self, tcp: socket.socket, address: str, *, outgoing: bool) -> None:
+        """The last peer's connection."""
         self.connections[self._last_peer] = connection = Connection(
             control=self,
             peer=self._last_peer,
@@ -280,7 +281,6 @@ class Control(Resource):
             connected=not outgoing,
         )
         connection.watch()
-        return connection.peer
 
     def _end_late(self, connection: Connection) -> None:
         step, check = "sent no opening" if connection.connected else "did not answer", wire.CHECK

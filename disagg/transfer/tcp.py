@@ -125,9 +125,7 @@ class TcpLink(Link):
         budget = FRAME_BYTES
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
-            if self._outgoing is None:
-                self._outgoing = self._next_frame()
-            job, frame = self._outgoing
+            job, frame = self._outgoing = self._outgoing or self._next_frame()
             try:
                 sent = self._medium.send(self._data.socket, frame.rest())
             except BlockingIOError:

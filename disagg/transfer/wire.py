@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -111,11 +112,9 @@ class Wire(msgspec.Struct, kw_only=True, eq=False):
 
     def flush(self) -> None:
         """Send what the kernel takes now. TransferError if too much is left."""
-        try:
+        with suppress(BlockingIOError):  # the rest goes when epoll says so
             while self.connected and self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
-        except BlockingIOError:
-            pass  # the rest goes when epoll says so
         if len(self.unsent) > MAX_UNSENT_BYTES:
             raise TransferError(f"{self.address} does not read: {len(self.unsent)} bytes wait")
 
