@@ -158,7 +158,8 @@ class FakeTransfer:
     ) -> None:
         self.network = network
         self.name = name
-        self.counter = imm_counter()
+        self.reached: list[int] = []
+        self.counter = imm_counter(self.reached.append)
         self.events: list[Event] = []
         self.regions: list[np.ndarray] = []
         self.writable: list[bool] = []
@@ -275,7 +276,9 @@ class FakeTransfer:
         for event in events:
             if isinstance(event, PeerLost):
                 self.counter.forget_peer(event.peer)
-        return [*(ImmReached(imm=imm) for imm in self.counter.take_reached()), *events]
+        reached = [ImmReached(imm=imm) for imm in self.reached]
+        self.reached.clear()
+        return [*reached, *events]
 
     def wake(self) -> None:
         pass

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Connection, Control
-from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket
+from disagg.transfer.interface import Event, MemoryRegion, Pages, Peer, Ticket
 from disagg.transfer.medium import Job, Link, Medium
 from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
@@ -176,6 +176,12 @@ class OpeningControl(Control):
         if connection := self.connections.get(peer):
             connection.open(self.offer())
         return peer
+
+    def poll(self, timeout: float) -> list[Event | Opened]:
+        """As an engine's."""
+        self.wait(timeout)
+        taken, self.events = self.events, []
+        return taken
 
     def ready(self, peer: Peer) -> None:
         """As its link would say; unknown or lost: no-op."""

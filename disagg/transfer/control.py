@@ -180,7 +180,7 @@ class Control(Resource):
         self.connections: dict[Peer, Connection] = {}
         self._last_peer = 0
         self._listener: socket.socket | None = None
-        #: What the next `poll` returns.
+        #: What the engine's next `poll` returns.
         self.events: list[Event] = []
         #: A link watches its own descriptors here too.
         self.waiter = Waiter()
@@ -232,8 +232,8 @@ class Control(Resource):
         if connection := self.connections.get(peer):
             connection.send(wire.framed(data))
 
-    def poll(self, timeout: float) -> list[Event]:
-        """Wait up to `timeout` seconds, move a bounded amount, and return what happened."""
+    def wait(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds, unless there are `events`, and move a bounded amount."""
         now = self.clock()
         for connection in list(self.connections.values()):
             if now >= connection.deadline:
@@ -242,8 +242,6 @@ class Control(Resource):
             timeout = 0.0
         ends = min((c.deadline for c in self.connections.values()), default=math.inf)
         self.waiter.wait(max(0.0, min(timeout, ends - now)))
-        taken, self.events = self.events, []
-        return taken
 
     def wake(self) -> None:
         """End the `poll` that waits now, or the next one. From any thread."""

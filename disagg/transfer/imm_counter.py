@@ -4,8 +4,10 @@
                                 |---lower(imm, 2)------------> reached as soon as 2 are counted
                                 |---forget_peer--------------> nothing; arrivals are dropped
 
-Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
+Pure: no sockets, no clock. A transport feeds it what its medium reports.
 """
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,12 +21,12 @@ class _Expectation(msgspec.Struct, kw_only=True):
 
 
 class ImmCounter:
-    """Each imm is expected at most once in a counter's life, from one peer. `reached` waits for
-    `take_reached`."""
+    """Each imm is expected at most once in a counter's life, from one peer. `reached` is told each
+    that is reached, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, reached: Callable[[int], None]) -> None:
         self._waiting: dict[int, _Expectation] = {}
-        self.reached: list[int] = []
+        self._reached = reached
         self._last_imm = -1
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -55,12 +57,7 @@ class ImmCounter:
             expectation.arrived += arrivals
             self._settle(imm, expectation)
 
-    def take_reached(self) -> list[int]:
-        """The imms reached since the last call, in that order; each is returned once."""
-        reached, self.reached = self.reached, []
-        return reached
-
     def _settle(self, imm: int, expectation: _Expectation) -> None:
         if expectation.arrived >= expectation.count:
             del self._waiting[imm]
-            self.reached.append(imm)
+            self._reached(imm)

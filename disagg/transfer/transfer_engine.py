@@ -35,7 +35,7 @@ class TransferEngine(Control):
     def __init__(self, media: Sequence[Medium]) -> None:
         super().__init__([medium.name for medium in media])
         self._media = media
-        self._counter = ImmCounter()
+        self._counter = ImmCounter(lambda imm: self.events.append(interface.ImmReached(imm=imm)))
         self._views: dict[MemoryRegion, Bytes] = {}
         #: By name: of each medium that was offered, then of the chosen one alone.
         self._links: dict[Peer, dict[str, Link]] = {}
@@ -137,17 +137,17 @@ class TransferEngine(Control):
             for job in self._link(peer).settle():
                 self.events.append(interface.WritesDone(ticket=job.ticket))
         can_post = any(self._link(peer).can_post() for peer in self._links)
-        if can_post or self._counter.reached:
+        if can_post:
             timeout = 0.0
         elif self._fencing:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)
-        events = super().poll(timeout)
-        for event in events:
-            if isinstance(event, interface.PeerLost):
-                self._on_lost(event.peer)
-        events += self._look_at_fences()
-        reached = [interface.ImmReached(imm=imm) for imm in self._counter.take_reached()]
-        return [*reached, *events]  # what is reached was reached before its peer was lost
+        self.wait(timeout)
+        for lost in [event for event in self.events if isinstance(event, interface.PeerLost)]:
+            self._on_lost(lost.peer)
+        self.events += self._look_at_fences()
+        taken, self.events = self.events, []
+        # What is reached was reached before its peer was lost.
+        return sorted(taken, key=lambda event: not isinstance(event, interface.ImmReached))
 
     def close(self) -> None:
         """Close every connection and registration. May be called twice. With shm, a batch under way
