@@ -35,10 +35,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 #: Strangers that may be in the middle of opening a connection.
 MAX_OPENING_CONNECTIONS = 128
 #: What to do about a path for writes that does not come up.
-PATH_CHECK = (
-    "check MTU and firewalls on the way (RDMA: UDP 4791), and what the other node says with"
-    " --verbose; or give both another --transport"
-)
+PATH_CHECK = "check MTU and firewalls (RDMA: UDP 4791); try --verbose or other --transport on both"
 #: What an opening may take, until there is a path for writes.
 OPENING_TIMEOUT_SECONDS = 3.0
 
@@ -130,8 +127,7 @@ class Connection(wire.Wire, kw_only=True, eq=False):
 
     def _parse(self) -> None:
         """Take every whole frame that may be taken now: before `ready`, the opening and notes."""
-        control = self.control
-        while self.peer in control.connections:
+        while self.peer in self.control.connections:
             limit = MAX_MESSAGE_BYTES if self.is_ready else wire.MAX_OPENING_BYTES
             taken = self.take(limit, notes_only=self.opened and not self.is_ready)
             if taken is None:
@@ -140,28 +136,27 @@ class Connection(wire.Wire, kw_only=True, eq=False):
             if not self.opened:
                 self._on_opening(frame)
             elif is_note:
-                control.on_note(self.peer, frame)
+                self.control.on_note(self.peer, frame)
             else:
                 self.deadline = math.inf
-                control.events.append(MessageReceived(peer=self.peer, data=frame))
+                self.control.events.append(MessageReceived(peer=self.peer, data=frame))
 
     def _on_opening(self, frame: bytes) -> None:
-        control = self.control
         try:
-            offers = wire.decode_opening(frame, control.transports)
+            offers = wire.decode_opening(frame, self.control.transports)
         except TransferError as error:
             if not self.outgoing:  # it called: our answer shows it why this is the end
-                self.open(dict.fromkeys(control.transports, b""))
+                self.open(dict.fromkeys(self.control.transports, b""))
             raise TransferError(f"{self.address} sent {error}") from error
         self.opened = True
         if (key := offers.get(wire.JOIN)) is None:
-            control.on_opened(self, offers)
+            self.control.on_opened(self, offers)
             return
-        first = next((c for c in control.connections.values() if key in c.joins), None)
+        first = next((c for c in self.control.connections.values() if key in c.joins), None)
         if first is None:
             raise TransferError(f"{self.address} joins nothing that is open")
-        control.waiter.unwatch(self.socket.fileno())
-        del control.connections[self.peer]
+        self.control.waiter.unwatch(self.socket.fileno())
+        del self.control.connections[self.peer]
         first.joins.pop(key)(self)
 
 
@@ -213,7 +208,7 @@ class Control(Resource):
         where = f"{host}:{port}"
         try:
             self._add(wire.dial(*wire.resolve(host, port)), where, outgoing=True)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             why = f"cannot connect to {where}: {wire.reason_of(error)}; {wire.CHECK}"
             self.events.append(PeerLost(peer=self._last_peer, why=why))
         return self._last_peer

@@ -44,7 +44,7 @@ class ImmCounter:
         if expectation := self._waiting.get(imm):
             assert 0 <= count <= expectation.count, f"imm {imm} is lowered to {count}"
             expectation.count = count
-            self._settle(imm, expectation)
+            self.count(expectation.peer, imm, 0)
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""
@@ -55,9 +55,6 @@ class ImmCounter:
         expectation = self._waiting.get(imm)
         if expectation is not None and expectation.peer == peer:
             expectation.arrived += arrivals
-            self._settle(imm, expectation)
-
-    def _settle(self, imm: int, expectation: _Expectation) -> None:
-        if expectation.arrived >= expectation.count:
-            del self._waiting[imm]
-            self._reached(imm)
+            if expectation.arrived >= expectation.count:
+                del self._waiting[imm]
+                self._reached(imm)

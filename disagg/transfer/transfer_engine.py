@@ -136,8 +136,7 @@ class TransferEngine(Control):
         for peer in self._links:
             for job in self._link(peer).settle():
                 self.events.append(interface.WritesDone(ticket=job.ticket))
-        can_post = any(self._link(peer).can_post() for peer in self._links)
-        if can_post:
+        if any(self._link(peer).can_post() for peer in self._links):
             timeout = 0.0
         elif self._fencing:
             timeout = min(timeout, FENCE_INTERVAL_SECONDS)

@@ -47,7 +47,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, address = resolve(host, port)
         both = family == socket.AF_INET6  # "::" is every address, also of IPv4
         listener = socket.create_server(address, family=family, dualstack_ipv6=both)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise TransferError(
             f"cannot listen on {host}:{port}: {reason_of(error)};"
             " choose another with --listen, or port 0"
@@ -67,18 +67,16 @@ def dial(family: int, address: tuple[str | int, ...]) -> socket.socket:
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # an empty label, or one of more than 63 characters
-        raise OSError(errno.EINVAL, "not a host name") from error
+    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError, or
+    UnicodeError for what can be no name: an empty label, or one of more than 63 characters."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
     return family, address
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: Exception) -> str:
     """For the middle of a sentence."""
-    return error.strerror or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def framed(data: bytes, *, note: bool = False) -> bytes:
