@@ -31,7 +31,6 @@ from disagg.transfer.interface import (
     PeerFenced,
     PeerLost,
     Ticket,
-    TransferEngine,
     TransferError,
     WritesDone,
 )
@@ -150,15 +149,17 @@ class Network:
             owner.events.append(PeerFenced(peer=conn.peers[end]))
 
 
-class FakeTransfer(TransferEngine):
-    """One node's end. `stopped`: its process does not run; `dead`: it never will again."""
+class FakeTransfer:
+    """One node's end, with the calls of a `TransferEngine`. `stopped`: its process does not run;
+    `dead`: it never will again."""
 
     def __init__(
         self, network: Network, name: str, imm_counter: type[ImmCounter] = ImmCounter
     ) -> None:
         self.network = network
         self.name = name
-        self.counter = imm_counter()
+        self.reached: list[int] = []
+        self.counter = imm_counter(self.reached.append)
         self.events: list[Event] = []
         self.regions: list[np.ndarray] = []
         self.writable: list[bool] = []
@@ -275,7 +276,9 @@ class FakeTransfer(TransferEngine):
         for event in events:
             if isinstance(event, PeerLost):
                 self.counter.forget_peer(event.peer)
-        return [*(ImmReached(imm=imm) for imm in self.counter.take_reached()), *events]
+        reached = [ImmReached(imm=imm) for imm in self.reached]
+        self.reached.clear()
+        return [*reached, *events]
 
     def wake(self) -> None:
         pass

@@ -9,23 +9,24 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from disagg.transfer.control import Control, Opened
-from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferEngine
-from disagg.transfer.medium import Job, Link
-from disagg.transfer.queued_engine import OPENING_TIMEOUT_SECONDS, QueuedEngine
+from disagg.transfer.control import OPENING_TIMEOUT_SECONDS, Connection, Control
+from disagg.transfer.interface import Event, MemoryRegion, Pages, Peer, Ticket
+from disagg.transfer.medium import Job, Link, Medium
 from disagg.transfer.shm import ShmMedium, copy_pages
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import Nic
 from tests.fake_verbs import Fabric
 
 #: As `copy_pages`, and as `socket.sendmsg`.
-Copy = Callable[[np.ndarray, np.ndarray, int, np.ndarray, np.ndarray], None]
+Copy = Callable[[np.ndarray, np.ndarray, int, Sequence[np.ndarray]], None]
 Send = Callable[[socket.socket, list[memoryview]], int]
 
 RDMA_DEVICES = os.environ.get("RDMA_DEVICES", "").split()
@@ -40,21 +41,30 @@ def shm_medium(copy: Copy) -> ShmMedium:
     return medium
 
 
-def shm_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
-    """Copies by `copy`; for `options` see `QueuedEngine`."""
-    return QueuedEngine([shm_medium(copy)], **options)
+def engine_of(
+    media: Sequence[Medium], opening_timeout: float = OPENING_TIMEOUT_SECONDS
+) -> TransferEngine:
+    """With another patience, in seconds."""
+    engine = TransferEngine(media)
+    engine.opening_timeout = opening_timeout
+    return engine
 
 
-def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> QueuedEngine:
+def shm_engine(copy: Copy = copy_pages, **options) -> TransferEngine:
+    """Copies by `copy`; for `options` see `engine_of`."""
+    return engine_of([shm_medium(copy)], **options)
+
+
+def tcp_engine(send: Send = socket.socket.sendmsg, **options) -> TransferEngine:
     """Sends by `send`."""
     medium = TcpMedium()
     medium.send = send
-    return QueuedEngine([medium], **options)
+    return engine_of([medium], **options)
 
 
-def auto_engine(copy: Copy = copy_pages, **options) -> QueuedEngine:
+def auto_engine(copy: Copy = copy_pages, **options) -> TransferEngine:
     """Either of them, as it fits."""
-    return QueuedEngine([shm_medium(copy), TcpMedium()], **options)
+    return engine_of([shm_medium(copy), TcpMedium()], **options)
 
 
 def nic_maker() -> Callable[[], Nic]:
@@ -70,10 +80,10 @@ def nic_maker() -> Callable[[], Nic]:
     return open_next
 
 
-def verbs_maker(depths: Depths | None = None) -> Callable[..., QueuedEngine]:
+def verbs_maker(depths: Depths | None = None) -> Callable[..., TransferEngine]:
     """Makes engines with a NIC each."""
     nic, opening = nic_maker(), {"opening_timeout": PATIENCE * OPENING_TIMEOUT_SECONDS}
-    return lambda **options: QueuedEngine([VerbsMedium([nic()], depths)], **opening | options)
+    return lambda **options: engine_of([VerbsMedium([nic()], depths)], **opening | options)
 
 
 def open_descriptors() -> int:
@@ -108,7 +118,7 @@ def link_of(node, peer: Peer) -> Link:
     return node.engine._link(peer)
 
 
-def open_jobs(engine: QueuedEngine) -> dict[Ticket, Job]:
+def open_jobs(engine: TransferEngine) -> dict[Ticket, Job]:
     """Of its tickets that have not ended."""
     links = map(engine._link, engine._links)
     return {job.ticket: job for link in links for job in (*link.jobs, *link.out)}
@@ -117,12 +127,10 @@ def open_jobs(engine: QueuedEngine) -> dict[Ticket, Job]:
 def in_halves(inside: Callable[[], None]) -> Copy:
     """Copies in two halves and calls `inside` between them, under the peer's lease."""
 
-    def copy(destination, source, page_bytes, destination_offsets, source_offsets):
-        half = len(source_offsets) // 2
+    def copy(source, target, page_bytes, offsets):
+        half = len(offsets[0]) // 2
         for part in (slice(half), slice(half, None)):
-            copy_pages(
-                destination, source, page_bytes, destination_offsets[part], source_offsets[part]
-            )
+            copy_pages(source, target, page_bytes, [each[part] for each in offsets])
             if part.stop is not None:
                 inside()
 
@@ -140,8 +148,17 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
     return act_once
 
 
+@dataclass
+class Opened:
+    """A peer's opening fits."""
+
+    peer: Peer
+    offers: dict[str, bytes]
+
+
 class OpeningControl(Control):
-    """A control that says its openings by itself; `offer()` gives what they offer."""
+    """A control that says its openings by itself; `offer()` gives what they offer. Its events tell
+    of the others' too."""
 
     def __init__(
         self,
@@ -150,19 +167,31 @@ class OpeningControl(Control):
         clock=time.monotonic,
         timeout=5.0,
     ) -> None:
-        super().__init__(transports, clock, timeout)
+        super().__init__(transports)
+        self.clock, self.opening_timeout = clock, timeout
         self.offer = offer
-        self.dialled = set()
 
     def connect(self, host, port):
         peer = super().connect(host, port)
-        self.dialled.add(peer)
-        self.open(peer, self.offer())
+        if connection := self.connections.get(peer):
+            connection.open(self.offer())
         return peer
 
-    def poll(self, timeout):
-        events = super().poll(timeout)
-        for event in events:
-            if isinstance(event, Opened) and event.peer not in self.dialled:
-                self.open(event.peer, self.offer())
-        return events
+    def poll(self, timeout: float) -> list[Event | Opened]:
+        """As an engine's."""
+        self.wait(timeout)
+        taken, self.events = self.events, []
+        return taken
+
+    def ready(self, peer: Peer) -> None:
+        """As its link would say; unknown or lost: no-op."""
+        if connection := self.connections.get(peer):
+            connection.ready()
+
+    def on_opened(self, connection: Connection, offers: dict[str, bytes]) -> None:
+        if not connection.outgoing:
+            connection.open(self.offer())
+        self.events.append(Opened(connection.peer, offers))
+
+    def on_note(self, peer: Peer, data: bytes) -> None:
+        raise AssertionError(f"nobody says {data!r} to us")

@@ -26,7 +26,7 @@ from disagg.kv_layout import PageOrder
 from disagg.request import FinishReason, Request, SamplingParams
 from disagg.serve.answer import Answer
 from disagg.serve.node import Node, NodeConfig
-from disagg.transfer.interface import TransferEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.balance import Balance, engine_balance
 from tests.engines import shm_engine
 

@@ -83,7 +83,7 @@ TESTED_IN = {
     "disagg.transfer.interface": "test_transfer_conformance",
     "disagg.transfer.lease": "test_shm",
     "disagg.transfer.medium": "test_transfer_conformance",
-    "disagg.transfer.queued_engine": "test_transfer_conformance",
+    "disagg.transfer.transfer_engine": "test_transfer_conformance",
     "disagg.transfer.wire": "test_control",
 }
 

@@ -144,7 +144,7 @@ def test_a_link_that_was_not_chosen_leaves_nothing_behind(world):
     dialler, listener = node(world, "auto"), node(world, "tcp")
     assert kind_of_link(world, dialler, listener) is TcpLink
     for each in world.nodes:
-        (connection,) = each.engine._control._connections.values()
+        (connection,) = each.engine.connections.values()
         assert not connection.joins
         assert len(each.engine._links) == 1
     # Of each: memory and its mapping, epoll, eventfd, two connections; and one listener.
@@ -220,7 +220,7 @@ def test_an_address_of_the_own_link_is_used_only_if_somebody_asks(monkeypatch, t
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_other_transports_open_no_nics(machine, transport):
     assert open_nics(transport, RdmaFlags()) == ([], set(range(16)))
-    with pytest.raises(ValueError, match=f"--transport {transport} uses no NICs"):
+    with pytest.raises(ValueError, match=f"--transport {transport}: shm and tcp use no NICs"):
         open_nics(transport, RdmaFlags(gid_index=3))
     assert machine.opened == []
 

@@ -17,9 +17,9 @@ from disagg.serve import check as check_module
 from disagg.serve.check import check
 from disagg.serve.options import decode_parser
 from disagg.transfer.interface import MessageReceived, Pages, WritesDone
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.transfer_engine import TransferEngine
 from tests import sysfs_trees
 from tests.engines import auto_engine, write
 from tests.fake_verbs import FakeMachine
@@ -145,7 +145,7 @@ def test_prompts_are_refused():
 # --- Prefillers that do wrong ---
 
 
-class Wrong(QueuedEngine):
+class Wrong(TransferEngine):
     """Writes pages in a wrong way; `do` gets and returns what follows the regions."""
 
     def __init__(self, do):

@@ -13,7 +13,7 @@ import pytest
 
 from disagg.request import FinishReason
 from disagg.transfer.interface import TransferError
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.balance import engine_balance
 from tests.engines import in_halves, shm_medium
 from tests.nodes import (
@@ -94,7 +94,7 @@ class LayerGate(Gate):
         self._steps += layer == NUM_LAYERS
 
 
-class HeldShm(QueuedEngine):
+class HeldShm(TransferEngine):
     """Calls `before_poll`, `inside` in the middle of each copy, `on_write` before each write."""
 
     def __init__(self, *, before_poll=None, inside=None, on_write=None):

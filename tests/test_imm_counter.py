@@ -9,9 +9,22 @@ from disagg.transfer.imm_counter import ImmCounter
 PEER, OTHER = 1, 2
 
 
+class Counter(ImmCounter):
+    """Keeps what is reached."""
+
+    def __init__(self):
+        self.said = []
+        super().__init__(self.said.append)
+
+    def take_reached(self):
+        taken = self.said[:]
+        self.said.clear()
+        return taken
+
+
 @pytest.fixture
 def counter():
-    return ImmCounter()
+    return Counter()
 
 
 def test_reached_exactly_once_and_surplus_dropped(counter):
@@ -108,7 +121,7 @@ ACTIONS = st.lists(
 @given(counts=st.lists(st.integers(1, 4), min_size=4, max_size=4), actions=ACTIONS)
 def test_agrees_with_a_model(counts, actions):
     """Imm i is expected from peer 1 + i % 2."""
-    counter, arrived, wanted, said = ImmCounter(), [0] * 4, dict(enumerate(counts)), []
+    counter, arrived, wanted, said = Counter(), [0] * 4, dict(enumerate(counts)), []
     for imm, count in enumerate(counts):
         counter.expect(1 + imm % 2, imm, count)
     for action, peer, imm, count in actions:

@@ -29,10 +29,10 @@ from disagg.transfer.interface import (
     MessageReceived,
     PeerFenced,
     PeerLost,
-    TransferEngine,
     TransferError,
     WritesDone,
 )
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths
 from tests.adversarial import FakeTransfer, Network
 from tests.engines import (
@@ -753,7 +753,7 @@ def was_closed(tcp):
 def test_strangers_at_the_door_disturb_nobody(real_world):
     skipped = [0.0]
     writer, owner = real_world.node(), real_world.node()
-    owner.engine._control._clock = lambda: time.monotonic() + skipped[0]
+    owner.engine.clock = lambda: time.monotonic() + skipped[0]
     there, back = real_world.connect(writer, owner)
     with contextlib.ExitStack() as stack:
         strangers = []

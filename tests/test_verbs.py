@@ -16,10 +16,10 @@ import pytest
 
 from disagg.transfer import verbs
 from disagg.transfer.interface import ImmReached, Memory, PeerFenced, PeerLost, TransferError
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
-from tests.engines import link_of, open_descriptors, write, write_pages
+from tests.engines import engine_of, link_of, open_descriptors, write, write_pages
 from tests.fake_verbs import Fabric
 from tests.test_transfer_conformance import KIB, MIB, Node, World, noise, shuffled
 
@@ -44,7 +44,7 @@ def start(world, fabric):
     def start(nics=1, *, nbytes=MIB, depths=SMALL, **options):
         if isinstance(nics, int):
             nics = [fabric.nic() for _ in range(nics)]
-        engine = QueuedEngine([VerbsMedium(nics, depths)], **options)
+        engine = engine_of([VerbsMedium(nics, depths)], **options)
         world.nodes.append(Node(engine, nbytes))
         return world.nodes[-1]
 
@@ -203,8 +203,8 @@ def test_a_forged_opening_ends_the_connection(world, start, fabric, monkeypatch,
     forger, other = (left, right) if who == "dialler" else (right, left)
     link = forger.engine._media[0].link
 
-    def forging(connection):
-        made = link(connection)
+    def forging(connection, arrived):
+        made = link(connection, arrived)
         made.info = forge(made.info)
         return made
 
@@ -230,10 +230,10 @@ def test_a_forged_note_ends_the_connection(world, start, fabric, note):
     left, right = start(), start()
     link = right.engine._media[0].link
 
-    def forging(connection):
-        made = link(connection)
+    def forging(connection, arrived):
+        made = link(connection, arrived)
         data = note if isinstance(note, bytes) else msgspec.msgpack.encode(note)
-        made._name_ends = lambda: made.control.send_note(made.peer, data or b"\0")
+        made._name_ends = lambda: made.connection.send_note(data or b"\0")
         return made
 
     right.engine._media[0].link = forging
@@ -565,7 +565,7 @@ def test_memory_is_registered_on_all_nics_or_on_none(start, fabric):
 
 def test_opening_and_closing_leaves_nothing(fabric):
     def once(how):
-        world = World(lambda: QueuedEngine([VerbsMedium([fabric.nic()], SMALL)]))
+        world = World(lambda: TransferEngine([VerbsMedium([fabric.nic()], SMALL)]))
         try:
             left, right = world.node(64 * KIB), world.node(64 * KIB)
             there, _ = world.connect(left, right)
@@ -605,8 +605,8 @@ def test_nothing_is_left_of_links_that_were_not_chosen_or_not_built(world, start
     assert "the path for writes did not come up within 0.1 s; check MTU and firewalls" in why(left)
 
 
-def silent(link, connection):
-    made = link(connection)
+def silent(link, connection, arrived):
+    made = link(connection, arrived)
     made.take_note = lambda data: None
     return made
 

@@ -19,7 +19,8 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.node_memory import NodeMemory
 from disagg.trace import Trace
-from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
+from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost
+from disagg.transfer.transfer_engine import TransferEngine
 
 
 class Wiring(msgspec.Struct, frozen=True, kw_only=True):

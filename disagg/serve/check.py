@@ -34,7 +34,8 @@ from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine, open_nics
-from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost, TransferEngine
+from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
+from disagg.transfer.transfer_engine import TransferEngine
 
 MOST_BYTES = 32 << 20
 #: Memory behind what a write may touch: it must stay as it is.

@@ -50,7 +50,8 @@ from disagg.serve.tokenizer import TextStream
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
 from disagg.transfer.auto import make_engine, open_nics
-from disagg.transfer.interface import Memory, MemoryRegion, TransferEngine
+from disagg.transfer.interface import Memory, MemoryRegion
+from disagg.transfer.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)
 

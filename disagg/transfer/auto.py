@@ -11,16 +11,14 @@ NICs do not reach each other, the connection ends and says so.
 
 import logging
 import os
-from collections.abc import Callable, Sequence, Set
-from functools import partial
+from collections.abc import Sequence, Set
 
 from disagg.config import RdmaFlags
 from disagg.transfer import topology, verbs_device
 from disagg.transfer.interface import TransferError
-from disagg.transfer.medium import Medium
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import ShmMedium
 from disagg.transfer.tcp import TcpMedium
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
 
@@ -30,26 +28,23 @@ logger = logging.getLogger(__name__)
 TRANSPORTS = ("auto", "shm", "verbs", "tcp")
 
 
-def make_engine(transport: str, nics: Sequence[Nic] = ()) -> QueuedEngine:
+def make_engine(transport: str, nics: Sequence[Nic] = ()) -> TransferEngine:
     """The engine of one of `TRANSPORTS`, which closes the `nics`; "auto" does without."""
-    verbs: Callable[[], Medium] = partial(VerbsMedium, nics)
-    auto = [ShmMedium, verbs, TcpMedium] if nics else [ShmMedium, TcpMedium]
-    media = {"auto": auto, "shm": [ShmMedium], "verbs": [verbs], "tcp": [TcpMedium]}[transport]
-    return QueuedEngine([make() for make in media])
+    verbs = [VerbsMedium(nics)] if nics else []
+    media = [ShmMedium(), *verbs, TcpMedium()]
+    return TransferEngine([medium for medium in media if transport in ("auto", medium.name)])
 
 
 def open_nics(transport: str, flags: RdmaFlags) -> tuple[list[Nic], Set[int]]:
     """The NICs for `make_engine`, and the CPUs where the thread that polls them should run.
 
     "auto" does without NICs if none are to be had, or none that are reached from afar, and no flag
-    asks for one; else TransferError. Other transports have no use for such flags: ValueError.
+    asks for one; other transports have no use for them, nor for such flags. Else TransferError.
     """
     available, asked = os.sched_getaffinity(0), transport == "verbs" or flags != RdmaFlags()
-    if transport not in ("auto", "verbs"):
-        if asked:
-            raise ValueError(f"--transport {transport} uses no NICs; leave out the flags for RDMA")
-        return [], available
     try:
+        if transport not in ("auto", "verbs"):
+            raise ValueError("shm and tcp use no NICs; leave out the flags for RDMA")
         if verbs_device.MISSING:
             raise TransferError(verbs_device.MISSING)
         machine = topology.Topology()

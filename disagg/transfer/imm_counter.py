@@ -4,8 +4,10 @@
                                 |---lower(imm, 2)------------> reached as soon as 2 are counted
                                 |---forget_peer--------------> nothing; arrivals are dropped
 
-Pure: no sockets, no clock. A transport feeds it what its medium reports and drains what is reached.
+Pure: no sockets, no clock. A transport feeds it what its medium reports.
 """
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -19,12 +21,12 @@ class _Expectation(msgspec.Struct, kw_only=True):
 
 
 class ImmCounter:
-    """Each imm is expected at most once in a counter's life, from one peer. `reached` waits for
-    `take_reached`."""
+    """Each imm is expected at most once in a counter's life, from one peer. `reached` is told each
+    that is reached, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, reached: Callable[[int], None]) -> None:
         self._waiting: dict[int, _Expectation] = {}
-        self.reached: list[int] = []
+        self._reached = reached
         self._last_imm = -1
 
     def expect(self, peer: Peer, imm: int, count: int) -> None:
@@ -42,7 +44,7 @@ class ImmCounter:
         if expectation := self._waiting.get(imm):
             assert 0 <= count <= expectation.count, f"imm {imm} is lowered to {count}"
             expectation.count = count
-            self._settle(imm, expectation)
+            self.count(expectation.peer, imm, 0)
 
     def forget_peer(self, peer: Peer) -> None:
         """Stop waiting for anything from a lost peer; what it had completed is still reported."""
@@ -53,14 +55,6 @@ class ImmCounter:
         expectation = self._waiting.get(imm)
         if expectation is not None and expectation.peer == peer:
             expectation.arrived += arrivals
-            self._settle(imm, expectation)
-
-    def take_reached(self) -> list[int]:
-        """The imms reached since the last call, in that order; each is returned once."""
-        reached, self.reached = self.reached, []
-        return reached
-
-    def _settle(self, imm: int, expectation: _Expectation) -> None:
-        if expectation.arrived >= expectation.count:
-            del self._waiting[imm]
-            self.reached.append(imm)
+            if expectation.arrived >= expectation.count:
+                del self._waiting[imm]
+                self._reached(imm)

@@ -10,12 +10,12 @@ promised: an immediate is counted only after the bytes of its write are visible,
 write is counted exactly once. Messages to one peer keep their order among themselves.
 
 One thread owns an engine and makes every call but `wake()`. Nothing calls back: what happened is
-what `poll()` returns. It is implemented in `queued_engine.py`, over `shm.py` (same host),
-`verbs.py` (RDMA), `tcp.py` (any two), or several. All pass `tests/test_transfer_conformance.py`.
+what `poll()` returns. Here is what goes in and comes out; the calls are in `transfer_engine.py`, on
+top of `control.py`. Bytes move over `shm.py` (same host), `verbs.py` (RDMA), `tcp.py` (any two), or
+several. All pass `tests/test_transfer_conformance.py`.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -105,73 +105,6 @@ class PeerFenced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event = WritesDone | ImmReached | MessageReceived | PeerLost | PeerFenced
-
-
-class TransferEngine(Protocol):
-    """See the module's docstring. An `imm` is a u32 in host order."""
-
-    def register(self, memory: Memory) -> MemoryRegion:
-        """Make memory a source for writes and, if `writable`, one that every peer may write to.
-        Before `listen` and `connect`."""
-
-    def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Accept peers; returns the bound address (port 0 picks one). TransferError if taken."""
-
-    def connect(self, host: str, port: int) -> Peer:
-        """Start a connection and return at once; messages wait. It fails with a `PeerLost`.
-
-        A host name is looked up first, which may take as long as the resolver does.
-        """
-
-    def close_peer(self, peer: Peer, why: str) -> None:
-        """End a connection and fence: `PeerLost`, then `PeerFenced`. Unknown or lost: no-op."""
-
-    def transport_to(self, peer: Peer) -> str:
-        """What writes to an open peer that has spoken travel by, as `--transport` names it."""
-
-    def send(self, peer: Peer, data: bytes) -> None:
-        """Send a message. To a lost peer: dropped (its `PeerLost` says so). ValueError if it is
-        empty or too long (16 MiB)."""
-
-    def write_pages(self, peer: Peer, pages: Pages, imm: int) -> Ticket:
-        """One write with one immediate for EACH of the pages (at least one).
-
-        The peer has spoken: a message of it came from `poll`.
-
-        TransferError if a range lies outside its region or the peer has no such region, or none
-        that is `writable`; then none of the writes was posted. To a lost peer: dropped (its
-        `PeerLost` ends the ticket).
-        """
-
-    def expect(self, peer: Peer, imm: int, count: int) -> None:
-        """Count arrivals of `imm` from `peer` alone and report the `count`-th with `ImmReached`.
-
-        Called before the imm leaves in a request, so that no arrival is missed. Each call's imm is
-        larger than every one before it (an imm is never used twice). ValueError for count 0.
-        """
-
-    def lower(self, imm: int, count: int) -> None:
-        """Wait for fewer arrivals (0 allowed): fires in the next `poll` if they are there."""
-
-    def withdraw(self, tickets: Sequence[Ticket]) -> int | None:
-        """Drop the writes of these tickets that were not yet handed to the medium; never waits.
-
-        The tickets are open: no `poll` has returned their end yet. Returns how many of their writes
-        were posted, each of which the peer will count (None if that is unknown). Every ticket still
-        ends with its `WritesDone` from a later `poll`, when none of its writes is outstanding.
-        """
-
-    def poll(self, timeout: float) -> list[Event]:
-        """Move what can be moved, a bounded amount, and return what happened.
-
-        Waits up to `timeout` seconds if there is nothing to do; `wake()` ends the wait.
-        """
-
-    def wake(self) -> None:
-        """End the `poll` that waits now, or the next one. From any thread."""
-
-    def close(self) -> None:
-        """Close every connection and registration. May be called twice."""
 
 
 def check_offsets(what: str, offsets: Offsets, page_bytes: int, region_bytes: int) -> None:

@@ -63,11 +63,10 @@ class HeldLease(OpenFile):
 
     def begin(self) -> bool:
         """Lock for one batch; False if the lease is revoked (or about to be). Then no `end`."""
-        if not _try_lock(self.fd, fcntl.LOCK_SH):
-            return False
-        if os.pread(self.fd, 1, 0):
-            return True
-        self.end()
+        if _try_lock(self.fd, fcntl.LOCK_SH):
+            if os.pread(self.fd, 1, 0):
+                return True
+            self.end()
         return False
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""What a queued engine needs of whatever moves the bytes: a medium, and of it a link for each peer.
+"""What a transfer engine needs of what moves the bytes: a medium, and of it a link for each peer.
 
     Medium      once an engine: its memory                   name: how the opening calls it
       | link()
-    Link        once a connection:  info --opening--> start(their info) --> control.ready(peer)
+    Link        once a connection:  info --opening--> start(their info) --> connection.ready()
                 post(), settle() ... revoke(), is_fenced(), close()
 
 A link takes writes from the front of its `jobs`, in order: those can no longer be withdrawn. A job
@@ -19,10 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
-from disagg.transfer.control import Control
-from disagg.transfer.interface import Memory, Pages, Peer, Ticket, TransferError
+from disagg.transfer.control import Connection
+from disagg.transfer.interface import Memory, Pages, Ticket, TransferError
 
 Bytes = npt.NDArray[np.uint8]
+#: Counts what the peer wrote: an immediate, and how many writes came with it.
+Arrived = Callable[[int, int], None]
 
 
 class Job(msgspec.Struct, kw_only=True, eq=False):
@@ -42,16 +44,6 @@ class Job(msgspec.Struct, kw_only=True, eq=False):
         return len(self.pages.source_offsets) - self.num_posted
 
 
-class Connection(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link is made for. `outgoing`: this side connected. `arrived(imm, count)` counts what
-    the peer wrote; it is called from the control's `poll`."""
-
-    control: Control
-    peer: Peer
-    arrived: Callable[[int, int], None]
-    outgoing: bool
-
-
 class Link(ABC):
     """One connection's path for writes. Every failure ends the connection.
 
@@ -59,11 +51,10 @@ class Link(ABC):
     one that it does not let us write to. `jobs` wait to be posted, those `out` for their end.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self.control = connection.control
-        self.peer = connection.peer
-        self.arrived = connection.arrived
-        self.outgoing = connection.outgoing
+    def __init__(self, connection: Connection, arrived: Arrived) -> None:
+        self.connection = connection
+        self.waiter = connection.control.waiter
+        self.arrived = arrived
         self.info = b""
         self.jobs: deque[Job] = deque()
         self.out: list[Job] = []
@@ -71,7 +62,7 @@ class Link(ABC):
 
     @abstractmethod
     def start(self, info: bytes) -> None:
-        """The peer's opening is here: build the path, then `control.ready`. Called by `guard`."""
+        """The peer's opening is here: build the path, then `connection.ready`."""
 
     def can_post(self) -> bool:
         """Whether `post` would move something now."""
@@ -98,7 +89,7 @@ class Link(ABC):
         return ended
 
     def take_note(self, data: bytes) -> None:
-        """What the peer's link said by `control.send_note`. Called by `guard`."""
+        """What the peer's link said by `connection.send_note`."""
         raise TransferError(f"a note of {len(data)} bytes, which this transport does not know")
 
     def revoke(self) -> None:
@@ -114,10 +105,6 @@ class Link(ABC):
     def close(self) -> None:
         """Give back what is held. May be called twice."""
 
-    def guard(self, step: Callable[[], None]) -> None:
-        """Run a step, and end the connection if it fails."""
-        self.control.guard(self.peer, step)
-
 
 class Medium(ABC):
     """A way to move bytes, once in each engine."""
@@ -130,7 +117,7 @@ class Medium(ABC):
         """One more region; `view` is its bytes. TransferError if it cannot be reached this way."""
 
     @abstractmethod
-    def link(self, connection: Connection) -> Link:
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
         """A link for a new connection. OSError."""
 
     def fits(self, info: bytes) -> bool:

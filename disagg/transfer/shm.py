@@ -18,6 +18,7 @@ the copy. One poll copies at most two batches' bytes, or one larger write.
 import fcntl
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,9 +27,10 @@ import numpy.typing as npt
 
 from disagg.kv_layout import Offsets
 from disagg.shared_memory import SharedMemory
+from disagg.transfer.control import Connection
 from disagg.transfer.interface import Memory, TransferError
 from disagg.transfer.lease import HeldLease, Lease, OpenFile
-from disagg.transfer.medium import Bytes, Connection, Link, Medium
+from disagg.transfer.medium import Arrived, Bytes, Link, Medium
 from disagg.transfer.wire import decode
 
 #: Copied under one lock of the lease: two to four milliseconds. Smaller ones would cost more: the
@@ -45,7 +47,8 @@ STEP_BYTES = 256 << 10
 
 
 class Extent(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Where a region lies in the file that its process has open as `fd`."""
+    """Where a region lies in the file that its process has open as `fd`. Of what is not granted, a
+    source alone, there are no bytes."""
 
     fd: int
     fd_offset: int
@@ -59,25 +62,22 @@ class ShmMedium(Medium):
 
     def __init__(self) -> None:
         self.copy = copy_pages
-        self.own: list[Extent | None] = []
+        self.own: list[Extent] = []
         self.host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        if not memory.writable:
-            self.own.append(None)
-            return
         if memory.fd is None:
             raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
-        self.own.append(Extent(memory.fd, memory.fd_offset, memory.nbytes))
+        granted = memory.nbytes if memory.writable else 0
+        self.own.append(Extent(memory.fd, memory.fd_offset, granted))
 
-    def link(self, connection: Connection) -> Link:
-        return ShmLink(connection, self)
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
+        return ShmLink(connection, arrived, self)
 
     def fits(self, info: bytes) -> bool:
         theirs = decode(info, _Info, "malformed opening of shm")
-        return theirs.host == self.host and os.access(
-            f"/proc/{theirs.pid}/fd/{theirs.lease}", os.R_OK
-        )
+        lease = f"/proc/{theirs.pid}/fd/{theirs.lease}"
+        return theirs.host == self.host and os.access(lease, os.R_OK)
 
 
 class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -92,11 +92,11 @@ class _Info(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
 class ShmLink(Link):
     """One connection's leases and mapped regions.
 
-    A lease grants: the opening's token, then an `Extent` of each region (None: a source alone).
+    A lease grants: the opening's token, then an `Extent` of each region.
     """
 
-    def __init__(self, connection: Connection, medium: ShmMedium) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: Connection, arrived: Arrived, medium: ShmMedium) -> None:
+        super().__init__(connection, arrived)
         self._medium = medium
         self.regions: list[Bytes] = []
         self.held_lease: HeldLease | None = None
@@ -119,7 +119,7 @@ class ShmLink(Link):
             self._map(theirs, f"/proc/self/fd/{folder}")
         finally:
             os.close(folder)
-        self.control.ready(self.peer)
+        self.connection.ready()
 
     def post(self) -> None:
         """Copy one batch, if the peer still lets us, and tell it."""
@@ -129,7 +129,7 @@ class ShmLink(Link):
             raise TransferError("the peer took its memory back")
         records = self._copy_batch()
         lease.end()
-        self.control.send_note(self.peer, msgspec.msgpack.encode(records))
+        self.connection.send_note(msgspec.msgpack.encode(records))
 
     def take_note(self, data: bytes) -> None:
         for imm, count in decode(data, list[tuple[int, int]], "malformed note of shm"):
@@ -153,11 +153,10 @@ class ShmLink(Link):
         budget = BATCH_BYTES
         while self.jobs and budget > 0 and len(records) < MAX_RECORDS:
             nbytes = self.jobs[0].pages.page_bytes
-            job, sources, destinations = self.take(max(1, budget // nbytes))
-            region = self.regions[job.pages.destination]
-            self._medium.copy(region, job.source, nbytes, destinations, sources)
-            budget -= nbytes * len(sources)
-            records.append((job.imm, len(sources)))
+            job, *offsets = self.take(max(1, budget // nbytes))
+            self._medium.copy(job.source, self.regions[job.pages.destination], nbytes, offsets)
+            budget -= nbytes * len(offsets[0])
+            records.append((job.imm, len(offsets[0])))
         return records
 
     def _map(self, theirs: _Info, files: str) -> None:
@@ -167,39 +166,33 @@ class ShmLink(Link):
         grant = lease.read_grant()
         if not secrets.compare_digest(grant[:TOKEN_BYTES], theirs.token):
             raise TransferError("the peer's lease holds another token than its opening")
-        granted = decode(grant[TOKEN_BYTES:], list[Extent | None], "malformed grant of shm")
+        granted = decode(grant[TOKEN_BYTES:], list[Extent], "malformed grant of shm")
         self.regions = [_map_region(files, extent) for extent in granted]
         self.region_bytes = [region.nbytes for region in self.regions]
 
 
-def copy_pages(
-    destination: Bytes,
-    source: Bytes,
-    page_bytes: int,
-    destination_offsets: Offsets,
-    source_offsets: Offsets,
-) -> None:
-    """Copy `page_bytes` for each pair of offsets, all of which lie inside the regions.
+def copy_pages(source: Bytes, target: Bytes, page_bytes: int, offsets: Sequence[Offsets]) -> None:
+    """Copy `page_bytes` from each of the first `offsets` to the one beside it in the second; all of
+    them lie inside the regions.
 
-    source       | . | 2 | . | 0 | 1 |     source_offsets       [3, 4, 1] * page_bytes
-                       |       |   |
-    destination  | 1 | . | 0 | . | 2 |     destination_offsets  [2, 0, 4] * page_bytes
+    source  | . | 2 | . | 0 | 1 |     offsets[0]  [3, 4, 1] * page_bytes
+                  |       |   |
+    target  | 1 | . | 0 | . | 2 |     offsets[1]  [2, 0, 4] * page_bytes
 
     Small pages take the fast path if their offsets are whole pages: there a page is one element, so
     that numpy gathers and scatters many in one call. The other path keeps Python's lock: callers
     bound how much they copy at once.
     """
-    offsets = (source_offsets, destination_offsets)
     as_elements = page_bytes < SMALL_PAGE_BYTES and not any((o % page_bytes).any() for o in offsets)
     step = max(1, STEP_BYTES // page_bytes)
-    from_view, to_view = source.data, destination.data  # quicker to slice than numpy
-    for first in range(0, len(source_offsets), step):
+    from_view, to_view = source.data, target.data  # quicker to slice than numpy
+    for first in range(0, len(offsets[0]), step):
         starts, ends = (o[first : first + step] for o in offsets)
         # One byte of each page, all at once: the cache and page-table misses that every page starts
         # with overlap here, instead of stopping the copy once for each page.
-        _ = source[starts], destination[ends]
+        _ = source[starts], target[ends]
         if as_elements:
-            sources, destinations = (_as_pages(r, page_bytes) for r in (source, destination))
+            sources, destinations = (_as_pages(r, page_bytes) for r in (source, target))
             destinations[ends // page_bytes] = sources[starts // page_bytes]
             continue
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
@@ -216,10 +209,9 @@ def host_identity() -> str:
     return "/".join(map(str, (boot, *spaces, os.getuid())))
 
 
-def _map_region(files: str, extent: Extent | None) -> Bytes:
-    """Map a peer's file after checking what was said of it: a short file is a SIGBUS. What is not
-    granted has no bytes."""
-    if extent is None:
+def _map_region(files: str, extent: Extent) -> Bytes:
+    """Map a peer's file after checking what was said of it: a short file is a SIGBUS."""
+    if not extent.nbytes:
         return np.empty(0, np.uint8)
     with OpenFile(f"{files}/{extent.fd}", os.O_RDWR) as file:
         if not fcntl.fcntl(file.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:

@@ -17,6 +17,7 @@ scatters it into slices of the destination. What is sent is bounded by the kerne
 frame: a reader that does not read stops the posting, and what is not posted can be withdrawn.
 """
 
+import secrets
 import socket
 from contextlib import suppress
 from functools import partial
@@ -26,10 +27,11 @@ import msgspec
 import numpy as np
 
 from disagg.kv_layout import Offsets
+from disagg.transfer.control import Connection
 from disagg.transfer.interface import MAX_IMM, Memory, TransferError, check_offsets
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.medium import Arrived, Bytes, Job, Link, Medium
 from disagg.transfer.waiter import READABLE, WRITABLE
-from disagg.transfer.wire import Opening, Wire, decode, encode_opening, framed
+from disagg.transfer.wire import JOIN, Wire, decode, framed, opening
 
 #: Buffers of one system call are limited, to 1024 on Linux; a frame fits.
 MAX_FRAME_WRITES = 256
@@ -57,22 +59,20 @@ class Frame:
     """A frame on its way: a head (if we send it), then slices of a region. `moved` bytes are over,
     counted from the end of the head, so less than 0 within it; at `end` all are."""
 
-    def __init__(
-        self, region: Bytes, offsets: Offsets, write_bytes: int, imm: int, head: bytes = b""
-    ) -> None:
+    def __init__(self, region: Bytes, offsets: Offsets, nbytes: int, imm: int, head: bytes) -> None:
         # One byte of each page, all at once: the cache and page-table misses that every page
         # starts with overlap here, instead of stopping the kernel's copy once for each page.
         _ = region[offsets]
         view = region.data
-        self._head, self._write_bytes, self.imm = memoryview(head), write_bytes, imm
-        self.pages = [view[offset : offset + write_bytes] for offset in offsets.tolist()]
-        self.moved, self.end = -len(head), len(offsets) * write_bytes
+        self._head, self._nbytes, self.imm = memoryview(head), nbytes, imm
+        self.pages = [view[offset : offset + nbytes] for offset in offsets.tolist()]
+        self.moved, self.end = -len(head), len(offsets) * nbytes
 
     def rest(self) -> list[memoryview]:
         """What is left to move, as buffers for one system call."""
         if self.moved < 0:
             return [self._head[self.moved :], *self.pages]
-        first, within = divmod(self.moved, self._write_bytes)
+        first, within = divmod(self.moved, self._nbytes)
         return [self.pages[first][within:], *self.pages[first + 1 :]]
 
 
@@ -89,17 +89,19 @@ class TcpMedium(Medium):
     def register(self, memory: Memory, view: Bytes) -> None:
         self.regions.append(view if memory.writable else view[:0])
 
-    def link(self, connection: Connection) -> Link:
-        return TcpLink(connection, self)
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
+        return TcpLink(connection, arrived, self)
 
 
 class TcpLink(Link):
     """One connection's data connection. In the opening stand the key for it (of who is called) and
     the sizes of our regions."""
 
-    def __init__(self, connection: Connection, medium: TcpMedium) -> None:
-        super().__init__(connection)
-        key = b"" if self.outgoing else self.control.expect_join(self.peer, self._joined)
+    def __init__(self, connection: Connection, arrived: Arrived, medium: TcpMedium) -> None:
+        super().__init__(connection, arrived)
+        key = b"" if connection.outgoing else secrets.token_bytes()
+        if key:
+            connection.joins[key] = self._joined
         self.info = msgspec.msgpack.encode((key, [region.nbytes for region in medium.regions]))
         self._medium, self._regions = medium, medium.regions
         self._data: Wire | None = None
@@ -110,9 +112,9 @@ class TcpLink(Link):
     def start(self, info: bytes) -> None:
         """Dial for the data connection, or wait for it."""
         key, self.region_bytes = decode(info, tuple[bytes, list[int]], "malformed opening of tcp")
-        if self.outgoing:
-            self._data = data = self.control.dial_again(self.peer)
-            data.unsent += framed(encode_opening(Opening({}, key)))
+        if self.connection.outgoing:
+            self._data = data = self.connection.dial_again()
+            data.unsent += opening({JOIN: key})
             self._watch(data, blocked=True)
 
     def can_post(self) -> bool:
@@ -123,9 +125,7 @@ class TcpLink(Link):
         budget = FRAME_BYTES
         while budget > 0 and self.can_post():
             assert self._data is not None, "a link that can post has its connection"
-            if self._outgoing is None:
-                self._outgoing = self._next_frame()
-            job, frame = self._outgoing
+            job, frame = self._outgoing = self._outgoing or self._next_frame()
             try:
                 sent = self._medium.send(self._data.socket, frame.rest())
             except BlockingIOError:
@@ -139,12 +139,12 @@ class TcpLink(Link):
                 self._outgoing = None
 
     def revoke(self) -> None:
-        self.guard(partial(self._receive, LAST_BYTES))
+        self.connection.guard(self._receive, LAST_BYTES)
         self.close()
 
     def close(self) -> None:
         if self._data is not None:
-            self.control.waiter.close_socket(self._data.socket)
+            self.waiter.close_socket(self._data.socket)
             self._data = None
 
     def _next_frame(self) -> tuple[Job, Frame]:
@@ -159,21 +159,18 @@ class TcpLink(Link):
     def _joined(self, data: Wire) -> None:
         self._data = data
         self._watch(data, blocked=False)
-        self.control.ready(self.peer)
+        self.connection.ready()
 
     def _watch(self, data: Wire, *, blocked: bool) -> None:
         self._blocked = blocked
-        self.control.waiter.watch(
-            data.socket.fileno(),
-            READABLE | WRITABLE * blocked,
-            lambda events: self.guard(partial(self._on_data, data, events)),
-        )
+        handler = partial(self.connection.guard, self._on_data, data)
+        self.waiter.watch(data.socket.fileno(), READABLE | WRITABLE * blocked, handler)
 
     def _on_data(self, data: Wire, events: int) -> None:
         if not data.connected:  # the key is short: a new connection takes it at once
             data.finish_connect()
             data.flush()
-            self.control.ready(self.peer)
+            self.connection.ready()
         if self._blocked and events & ~READABLE:
             self._watch(data, blocked=False)
         if events & ~WRITABLE:
@@ -209,5 +206,5 @@ class TcpLink(Link):
             raise TransferError(f"a frame for region {head.region} of {len(regions)}")
         memory, offsets = regions[head.region], np.frombuffer(head.offsets, "<i8")
         check_offsets("destination", offsets, head.write_bytes, memory.nbytes)
-        self._incoming = Frame(memory, offsets, head.write_bytes, head.imm)
+        self._incoming = Frame(memory, offsets, head.write_bytes, head.imm, b"")
         self._regions = regions

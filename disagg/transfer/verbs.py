@@ -36,8 +36,9 @@ import numpy as np
 
 from disagg.kv_layout import Offsets
 from disagg.transfer import verbs_device
+from disagg.transfer.control import Connection
 from disagg.transfer.interface import Memory, TransferError
-from disagg.transfer.medium import Bytes, Connection, Job, Link, Medium
+from disagg.transfer.medium import Arrived, Bytes, Job, Link, Medium
 from disagg.transfer.verbs_device import Address, End, Nic, base_of
 from disagg.transfer.waiter import READABLE
 from disagg.transfer.wire import decode
@@ -111,8 +112,8 @@ class VerbsMedium(Medium):
     def register(self, memory: Memory, view: Bytes) -> None:
         self.regions.append(_Registered(memory, self.nics))
 
-    def link(self, connection: Connection) -> Link:
-        return VerbsLink(connection, self)
+    def link(self, connection: Connection, arrived: Arrived) -> Link:
+        return VerbsLink(connection, arrived, self)
 
     def close(self) -> None:
         for nic in self.nics:
@@ -123,11 +124,10 @@ class VerbsLink(Link):
     """One connection's queue pairs ("lanes"): number k joins our NIC k and the peer's NIC k, each
     modulo how many there are; there are as many lanes as the side with more NICs has."""
 
-    def __init__(self, connection: Connection, medium: VerbsMedium) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: Connection, arrived: Arrived, medium: VerbsMedium) -> None:
+        super().__init__(connection, arrived)
         self.medium = medium
         self._lanes: list[_Lane] = []
-        self._ready = False
         addresses = [nic.address for nic in medium.nics]
         granted = [region.granted for region in medium.regions]
         self.info = msgspec.msgpack.encode(_Info(addresses, granted, medium.probe.granted))
@@ -144,8 +144,9 @@ class VerbsLink(Link):
         for number in range(max(len(self.medium.nics), len(theirs.nics))):
             lane = _Lane(self, number)
             self._lanes.append(lane)
-            self.control.waiter.watch(lane.qp.fd, READABLE, partial(self._on_event, lane))
-        if self.outgoing:
+            handler = partial(self.connection.guard, self._take, lane)
+            self.waiter.watch(lane.qp.fd, READABLE, handler)
+        if self.connection.outgoing:
             self._name_ends()
 
     def take_note(self, data: bytes) -> None:
@@ -155,14 +156,14 @@ class VerbsLink(Link):
             raise TransferError(f"expected {len(self._lanes)} queue pairs, got {len(ends)}: {ends}")
         for lane, end in zip(self._lanes, ends, strict=True):
             lane.connect(end)
-            if self.outgoing:
+            if self.connection.outgoing:
                 self._probe(lane)
-        if not self.outgoing:
+        if not self.connection.outgoing:
             self._name_ends()
 
     def _name_ends(self) -> None:
         ends = [End(lane.qp.qpn, lane.psn) for lane in self._lanes]
-        self.control.send_note(self.peer, msgspec.msgpack.encode(ends))
+        self.connection.send_note(msgspec.msgpack.encode(ends))
 
     def _probe(self, lane: _Lane) -> None:
         """The first write. Its immediate is not counted: it is the first on its queue pair."""
@@ -192,16 +193,14 @@ class VerbsLink(Link):
 
     def settle(self) -> list[Job]:
         for lane in self._lanes:
-            self.guard(partial(self._take, lane))
+            self.connection.guard(self._take, lane)
         return super().settle()
 
-    def _on_event(self, lane: _Lane, events: int) -> None:
-        self.guard(lane.qp.rearm)
-        self.guard(partial(self._take, lane))
-
-    def _take(self, lane: _Lane) -> None:
+    def _take(self, lane: _Lane, events: int = 0) -> None:
         """A bounded amount of what has completed on a queue pair. Ready once the first writes of
         both sides are through on all."""
+        if events:
+            lane.qp.rearm()
         if (failed := lane.take()) is not None:
             raise TransferError(lane.why(failed))
         while lane.chains and lane.chains[0][0] <= lane.returned:
@@ -209,10 +208,10 @@ class VerbsLink(Link):
         lane.replenish()
         if lane.heard and not lane.posted:
             self._probe(lane)
-        if not self._ready and all(lane.heard and lane.returned for lane in self._lanes):
-            self._ready = True
+        through = all(lane.heard and lane.returned for lane in self._lanes)
+        if through and not self.connection.is_ready:
             self.region_bytes = [region.nbytes for region in self.theirs.regions]
-            self.control.ready(self.peer)
+            self.connection.ready()
 
     # The end.
 
@@ -220,13 +219,11 @@ class VerbsLink(Link):
         """Stop all queue pairs, wait for what is posted to come back and count what arrived, then
         destroy them. A destroyed one reads and writes nothing, also if the wait was too short or
         the device is gone."""
-        stopped = []
         for lane in self._lanes:
             with suppress(TransferError):
                 lane.qp.fail()
-                stopped.append(lane)
         until = time.monotonic() + FLUSH_SECONDS
-        for lane in stopped:
+        for lane in self._lanes:
             with suppress(TransferError):
                 while (lane.receives or lane.returned < lane.posted) and time.monotonic() < until:
                     lane.take()
@@ -235,7 +232,7 @@ class VerbsLink(Link):
     def close(self) -> None:
         while self._lanes:
             qp = self._lanes.pop().qp
-            self.control.waiter.unwatch(qp.fd)
+            self.waiter.unwatch(qp.fd)
             qp.close()
 
 
@@ -305,7 +302,7 @@ class _Lane:
         if not len(found):
             return None
         if len(found) == verbs_device.POLL_COMPLETIONS:
-            self._link.control.waiter.wake()  # no event tells of the rest
+            self._link.waiter.wake()  # no event tells of the rest
         self.returned = max(self.returned, int(found["wr_id"].max()))
         received, failed = found["wr_id"] == verbs_device.RECEIVE, found["status"] != 0
         self.receives -= int(np.count_nonzero(received))

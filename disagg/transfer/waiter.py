@@ -11,22 +11,25 @@ import threading
 import time
 from collections.abc import Callable
 
+from disagg.resource import Descriptor
+
 READABLE = select.EPOLLIN
 WRITABLE = select.EPOLLOUT
+EDGE_TRIGGERED = select.EPOLLET
 
 #: Takes the events that epoll reports: `READABLE`, `WRITABLE`, or an error or hang-up beside them.
 Handler = Callable[[int], object]
 
 
-class Waiter:
-    """All calls but `wake` belong to one thread."""
+class Waiter(Descriptor):
+    """All calls but `wake` belong to one thread. Its own `fd` is what wakes it."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._wake_lock = threading.Lock()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.watch(self._wake_fd, READABLE, lambda _events: os.eventfd_read(self._wake_fd))
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.watch(self.fd, READABLE, lambda _events: os.eventfd_read(self.fd))
 
     def watch(self, fd: int, events: int, handler: Handler) -> None:
         """Call `handler` when `fd` has some of `events` (0: errors only); again: change them."""
@@ -61,13 +64,11 @@ class Waiter:
     def wake(self) -> None:
         """End the `wait` of now, or the next one. From any thread; after `close`: no-op."""
         with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
         """Close what is its own; watched descriptors are their owners'. May be called twice."""
         with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.close(self._wake_fd)
-                self._wake_fd = -1
+            super().close()
         self._epoll.close()

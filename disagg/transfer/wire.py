@@ -3,7 +3,7 @@
     framed(data) --> unsent --flush()--> socket --read()--> received --take(limit)--> frame
 
     frame    | length, u32; the top bit marks a note | bytes |            all little endian
-    opening  | magic, 8 bytes | version, u32 | msgpack [{transport: info, ...}, key] |
+    opening  | magic, 8 bytes | version, u32 | msgpack {transport: info, ...}, or {JOIN: key} |
              '---- the same in every version ----'       info: the link's own bytes
 
 What goes wrong is an OSError, or a TransferError that names the other side.
@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
 MAX_OPENING_BYTES = 64 << 10
 
+#: Stands for a transport in the opening of a connection that joins another one, with its key.
+JOIN = "join"
 #: What to do about a connection that does not come up.
 CHECK = "check host and port, and that the node there has said that it listens"
 
@@ -44,7 +47,7 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, address = resolve(host, port)
         both = family == socket.AF_INET6  # "::" is every address, also of IPv4
         listener = socket.create_server(address, family=family, dualstack_ipv6=both)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise TransferError(
             f"cannot listen on {host}:{port}: {reason_of(error)};"
             " choose another with --listen, or port 0"
@@ -64,18 +67,16 @@ def dial(family: int, address: tuple[str | int, ...]) -> socket.socket:
 
 
 def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError as error:  # an empty label, or one of more than 63 characters
-        raise OSError(errno.EINVAL, "not a host name") from error
+    """First address of a host, IPv4 before IPv6 (many services listen on IPv4 alone). OSError, or
+    UnicodeError for what can be no name: an empty label, or one of more than 63 characters."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
     return family, address
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: Exception) -> str:
     """For the middle of a sentence."""
-    return error.strerror or str(error)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def framed(data: bytes, *, note: bool = False) -> bytes:
@@ -109,11 +110,9 @@ class Wire(msgspec.Struct, kw_only=True, eq=False):
 
     def flush(self) -> None:
         """Send what the kernel takes now. TransferError if too much is left."""
-        try:
+        with suppress(BlockingIOError):  # the rest goes when epoll says so
             while self.connected and self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
-        except BlockingIOError:
-            pass  # the rest goes when epoll says so
         if len(self.unsent) > MAX_UNSENT_BYTES:
             raise TransferError(f"{self.address} does not read: {len(self.unsent)} bytes wait")
 
@@ -154,37 +153,30 @@ class Wire(msgspec.Struct, kw_only=True, eq=False):
         return frame, head != length
 
 
-class Opening(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """`offers`: by transport, opaque (addresses, tokens). With a `key`, the connection joins
-    another one, and offers nothing.
+def opening(offers: dict[str, bytes]) -> bytes:
+    """The frame that says what we offer: by transport, opaque (addresses, tokens); or to `JOIN`,
+    with a key.
 
     Who is called takes the first transport of its own list that fits, and offers that one alone.
     """
-
-    offers: dict[str, bytes]
-    key: bytes = b""
+    return framed(_PREFIX + msgspec.msgpack.encode(offers))
 
 
-def encode_opening(opening: Opening) -> bytes:
-    """The frame, without its length."""
-    return _PREFIX + msgspec.msgpack.encode(opening)
-
-
-def decode_opening(frame: bytes, transports: Sequence[str]) -> Opening:
-    """A peer's opening with a key, or that offers one of `transports`. TransferError says what is
+def decode_opening(frame: bytes, transports: Sequence[str]) -> dict[str, bytes]:
+    """What a peer offers, one of `transports` or `JOIN` among it. TransferError says what is
     wrong."""
     if not frame.startswith(_MAGIC):
         raise TransferError("no opening of a disagg node; check host and port")
     version = int.from_bytes(frame[len(_MAGIC) : len(_PREFIX)], "little")
     if version != _VERSION:
         raise TransferError(f"control version {version}, ours is {_VERSION}; run the same on both")
-    opening = decode(frame[len(_PREFIX) :], Opening, "a malformed opening")
-    if not opening.key and not opening.offers.keys() & set(transports):
-        theirs, ours = (", ".join(names)[:99] or "none" for names in (opening.offers, transports))
+    offers = decode(frame[len(_PREFIX) :], dict[str, bytes], "a malformed opening")
+    if not offers.keys() & {JOIN, *transports}:
+        theirs, ours = (", ".join(names)[:99] or "none" for names in (offers, transports))
         raise TransferError(
             f"an opening for transport {theirs}, ours is {ours}; give both the same --transport"
         )
-    return opening
+    return offers
 
 
 def decode(data: bytes, kind: type[_Kind], what: str) -> _Kind:

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
 from tests.nodes import HeldNode, ask, node_config
 from tests.tiny_models import make_tiny_llama
@@ -41,9 +41,9 @@ class ThrottledCopy:
 
     bandwidth = float("inf")
 
-    def __call__(self, destination, source, page_bytes, destination_offsets, source_offsets):
-        end = time.monotonic() + page_bytes * len(source_offsets) / self.bandwidth
-        copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
+    def __call__(self, source, target, page_bytes, offsets):
+        end = time.monotonic() + page_bytes * len(offsets[0]) / self.bandwidth
+        copy_pages(source, target, page_bytes, offsets)
         time.sleep(max(0.0, end - time.monotonic()))
 
 
@@ -56,7 +56,7 @@ class PacedNode(HeldNode):
         super().__init__(
             config,
             before_layer=self.pace,
-            make_transfer=lambda: QueuedEngine([shm_medium(self.copy)]),
+            make_transfer=lambda: TransferEngine([shm_medium(self.copy)]),
         )
 
     def pace(self, layer):

@@ -33,8 +33,8 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity, _register
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.auto import make_engine
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
+from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
 
 MODES = ("alone", "looks", "sends")
@@ -106,10 +106,10 @@ class Meters:
         self.copies = True
         self.num_threads = 1
 
-    def copy(self, destination, source, page_bytes, destination_offsets, source_offsets):
+    def copy(self, source, target, page_bytes, offsets):
         if self.copies or page_bytes < 8192:  # the tail goes always: it says whose it is
             start = time.thread_time()
-            copy_pages(destination, source, page_bytes, destination_offsets, source_offsets)
+            copy_pages(source, target, page_bytes, offsets)
             self.copy_cpu += time.thread_time() - start
 
     def timed(self, run):
@@ -131,7 +131,7 @@ class BenchNode(Node):
         super().__init__(config)
 
     def _build_transfer(self):
-        return QueuedEngine([shm_medium(self.meters.copy)])
+        return TransferEngine([shm_medium(self.meters.copy)])
 
     def _build_engine(self):
         engine = super()._build_engine()

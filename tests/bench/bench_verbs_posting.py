@@ -16,7 +16,7 @@ import numpy as np
 
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, WritesDone
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import Depths, VerbsMedium
 from disagg.transfer.verbs_device import POLL_COMPLETIONS, RECEIVE, WC
 from tests.engines import write_pages
@@ -41,7 +41,7 @@ class Pair:
         fabric = Fabric()
         depths = Depths(sends=16384, receives=16384)
         self.writer, self.reader = (
-            stack.enter_context(QueuedEngine([VerbsMedium([fabric.nic()], depths)]))
+            stack.enter_context(TransferEngine([VerbsMedium([fabric.nic()], depths)]))
             for _ in range(2)
         )
         memory = stack.enter_context(SharedMemory(nbytes))

@@ -23,7 +23,7 @@ import numpy as np
 
 from disagg.shared_memory import SharedMemory
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, WritesDone
-from disagg.transfer.queued_engine import QueuedEngine
+from disagg.transfer.transfer_engine import TransferEngine
 from disagg.transfer.verbs import VerbsMedium
 from disagg.transfer.verbs_device import Nic
 from tests.engines import write_pages
@@ -41,7 +41,7 @@ class End:
 
     def __init__(self, device: str) -> None:
         name, port, gid_index = device.split("/")
-        self.engine = QueuedEngine([VerbsMedium([Nic(name, int(port), int(gid_index))])])
+        self.engine = TransferEngine([VerbsMedium([Nic(name, int(port), int(gid_index))])])
         memory = SharedMemory(REGION_BYTES)
         self.memory = memory
         self.region = self.engine.register(

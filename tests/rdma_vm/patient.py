@@ -10,7 +10,7 @@ import runpy
 import sys
 
 from disagg.serve import check
-from disagg.transfer import queued_engine, verbs_device
+from disagg.transfer import control, verbs_device
 
 SECONDS = 120.0
 #: As a queue pair's number of tries, for soft-RoCE.
@@ -20,7 +20,7 @@ FOR_EVER = 7
 def main() -> None:
     """Run the script that the first argument names, with the others."""
     check.PATIENCE = SECONDS
-    queued_engine.QueuedEngine.__init__.__kwdefaults__["opening_timeout"] = SECONDS
+    control.OPENING_TIMEOUT_SECONDS = SECONDS
     verbs_device._RETRIES = FOR_EVER
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
