@@ -247,8 +247,7 @@ def loss_of_one_prefiller_leaves_the_others(code: Code) -> None:
         world.run_fairly(0.3)
         attempts = dict(world.decode_node.messenger._attempts)
         assert attempts[1].peer != attempts[2].peer
-        ready = world.decode_node.messenger._prefillers.ready()
-        index = next(i for i, p in enumerate(ready) if p.peer == attempts[1].peer)
+        index = world.decode_node.messenger._greeted().index(attempts[1].peer)
         world.kill(index)
         world.run_fairly(1.0)
         assert clients[0].ended == "local" and clients[1].ended is None
@@ -351,7 +350,7 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
     assert ask_raw(world, fine) == [] and len(node.messenger._attempts) == 1
     assert ask_raw(world, fine) is None, "asked twice under one id"
     world.run_fairly(1.0)
-    hello = msgspec.structs.replace(world.decode_node.messenger._hello, epoch=99)
+    hello = msgspec.structs.replace(world.decode_node.messenger.hello, epoch=99)
     assert ask_raw(world, hello) is None, "a second Hello was taken"
     world.run_fairly(1.0)
     node.stuck = False

@@ -32,11 +32,8 @@ from disagg.hooks import (
 )
 from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
 from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Identity, PrefillRequest, ProtocolError, Role, decode
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.messages import Hello, Identity, PrefillRequest, ProtocolError, Role, decode
 from disagg.messenger.prefiller import PrefillerMessenger
-from disagg.messenger.prefillers import Prefillers
 from disagg.messenger.sharding import page_of
 from disagg.request import TransferStats
 from disagg.transfer.imm_counter import ImmCounter
@@ -45,8 +42,8 @@ from tests.adversarial import Connection, FakeTransfer, Network, Write
 
 PAGE_SIZE = 3
 NUM_LAYERS = 3
-#: Number of a node's tail region; its KV regions come after it and the scratch.
-TAIL_REGION, FIRST_KV_REGION = 0, 2
+#: Number of a node's tail region; its KV regions come after it.
+TAIL_REGION, FIRST_KV_REGION = 0, 1
 FREED = 0xEE
 #: How far a prefiller's clock is ahead of the decoder's, in seconds.
 CLOCK_AHEAD = 77.25
@@ -72,7 +69,6 @@ class Code:
 
     prefiller: type = PrefillerMessenger
     decoder: type = DecoderMessenger
-    prefillers: type = Prefillers
     imm_counter: type = ImmCounter
 
 
@@ -129,29 +125,35 @@ class Storage:
         self.tail = TailLayout(num_slots=num_slots, hidden_size=8, itemsize=1)
         self.kv = [np.full(self.layout.region_bytes, FREED, np.uint8) for _ in self.heads]
         self.tails = np.full(self.tail.region_bytes, FREED, np.uint8)
-        self.scratch = np.zeros(64, np.uint8)
-        regions = [
+        self.tail_region, *self.kv_regions = [
             transfer.register(
-                Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=writable)
+                Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=awaits_writes)
             )
-            for array, writable in (
-                (self.tails, awaits_writes),
-                (self.scratch, False),
-                *((kv, awaits_writes) for kv in self.kv),
-            )
+            for array in (self.tails, *self.kv)
         ]
-        self.memory = NodeMemory(
-            layout=self.layout,
-            page=page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
-            tp=tp,
-            kv_regions=tuple(regions[FIRST_KV_REGION:]),
-            tail=self.tail,
-            tail_region=regions[TAIL_REGION],
-            tail_bytes=self.tails,
-            scratch_region=regions[1],
-        )
+        #: What a messenger is told of it.
+        self.memory = {
+            "layout": self.layout,
+            "page": page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
+            "tail": self.tail,
+            "tail_bytes": self.tails,
+        }
+        self.tp = tp
         self.page_owner: list[int | None] = [None] * num_pages
         self.slot_owner: list[int | None] = [None] * num_slots
+
+    def hello(self, epoch: int, role: Role, identity: Identity) -> Hello:
+        """What its node says of itself."""
+        return Hello(
+            epoch=epoch,
+            role=role,
+            identity=identity,
+            num_pages=self.layout.num_pages,
+            num_tail_slots=self.tail.num_slots,
+            tp=self.tp,
+            kv_regions=tuple(region.descriptor for region in self.kv_regions),
+            tail_region=self.tail_region.descriptor,
+        )
 
     def page(self, layer: int, page: int) -> list[np.ndarray]:
         """One page of one layer on each rank: uint8 [heads, 2 (K, V), PAGE_SIZE]."""
@@ -239,21 +241,18 @@ class PrefillNode:
         self.stuck = False
         self.refuses = False
         self.num_asked = 0
-        memory = self.storage.memory
-        wiring = Wiring(
+        self.messenger = world.code.prefiller(
+            **self.storage.memory,
+            kv_regions=self.storage.kv_regions,
+            tail_region=self.storage.tail_region,
             transfer=self.transfer,
-            memory=memory,
-            hello=memory.hello(
-                epoch=epoch,
-                role=Role.PREFILLER,
-                identity=world.prefiller_identity,
-            ),
+            hello=self.storage.hello(epoch, Role.PREFILLER, world.prefiller_identity),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=self.clock,
             post=self.take,
+            read_counter=lambda: self.counter,
             rng=random.Random(epoch),
         )
-        self.messenger = world.code.prefiller(wiring, lambda: self.counter)
         self.transfer.listen(*address)
 
     def clock(self) -> float:
@@ -378,22 +377,16 @@ class DecodeNode:
         self.abandoned: dict[int, str] = {}  # attempts that await KVEnded, and why
         self.decoding: list[int] = []
         self.next_attempt = first_attempt
-        memory = self.storage.memory
-        hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
-        wiring = Wiring(
+        self.messenger = world.code.decoder(
+            **self.storage.memory,
             transfer=self.transfer,
-            memory=memory,
-            hello=hello,
+            hello=self.storage.hello(epoch, Role.DECODER, world.identity),
             config=replace(CONFIG, on_failure=world.on_failure),
             clock=world.clock,
             post=self.take,
-        )
-        prefillers = world.code.prefillers(
-            [node.address for node in world.prefill_nodes],
-            wiring,
+            addresses=[node.address for node in world.prefill_nodes],
             on_link=lambda address, ready, why: world.links.append((address, ready, why)),
         )
-        self.messenger = world.code.decoder(wiring, prefillers)
 
     def actions(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = [lambda: self.messenger.poll(0), self.step]

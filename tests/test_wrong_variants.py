@@ -29,10 +29,8 @@ MODULES = (
     "imm_counter",
     "messages",
     "sharding",
-    "node_memory",
     "messenger",
     "admission",
-    "prefillers",
     "prefiller",
     "decoder",
 )
@@ -101,7 +99,7 @@ VARIANTS = (
         "3: every attempt ends once",
         "decoder",
         "            return  # it ended by itself while the cancel was on its way",
-        "            self._post(KVEnded(attempt=wish))\n            return",
+        "            self.post(KVEnded(attempt=wish))\n            return",
         "cancels_cross_everything",
         KeyError,
     ),
@@ -115,21 +113,21 @@ VARIANTS = (
     Variant(
         "3: freed only when what was posted has arrived",
         "decoder",
-        "self._transfer.lower(attempt.imm, message.posted)",
+        "self.transfer.lower(attempt.imm, message.posted)",
         "self._end(attempt)",
         "cancels_cross_everything",
     ),
     Variant(
         "3: the decoder waits for no more than was posted",
         "decoder",
-        "self._transfer.lower(attempt.imm, message.posted)",
+        "self.transfer.lower(attempt.imm, message.posted)",
         "pass",
         "cancel_gives_back_soon",
     ),
     Variant(
         "3: posting stops before the answer",
         "prefiller",
-        "(self._transfer.withdraw(list(attempt.open_tickets)) or 0)",
+        "(self.transfer.withdraw(list(attempt.open_tickets)) or 0)",
         "0",
         "without_faults",
     ),
@@ -157,8 +155,8 @@ VARIANTS = (
     Variant(
         "5: a silent peer is given up",
         "messenger",
-        "if self._silence[peer] >= self._config.peer_timeout:",
-        "if self._silence[peer] >= 100 * self._config.peer_timeout:",
+        "if self._silence[peer] >= self.config.peer_timeout:",
+        "if self._silence[peer] >= 100 * self.config.peer_timeout:",
         "silence_ends_a_request",
     ),
     Variant(
@@ -178,15 +176,15 @@ VARIANTS = (
     Variant(
         "5: a request gets too old",
         "decoder",
-        "elif self._clock() >= attempt.deadline:",
+        "elif self.clock() >= attempt.deadline:",
         "elif False:",
         "queueing_is_not_silence",
     ),
     Variant(
         "5: age is not silence",
         "decoder",
-        "attempt.deadline = self._clock() + self._config.request_timeout",
-        "attempt.deadline = self._clock() + self._config.peer_timeout",
+        "attempt.deadline = self.clock() + self.config.request_timeout",
+        "attempt.deadline = self.clock() + self.config.peer_timeout",
         "queueing_is_not_silence",
     ),
     Variant(
@@ -234,7 +232,7 @@ VARIANTS = (
     Variant(
         "9: the policy is followed",
         "decoder",
-        "else self._config.on_failure",
+        "else self.config.on_failure",
         "else 'local'",
         "policy_is_followed",
     ),
@@ -247,7 +245,7 @@ VARIANTS = (
     ),
     Variant(
         "9: a retry goes elsewhere first",
-        "prefillers",
+        "decoder",
         "key=lambda p: (p.num_failures, load[p.peer])",
         "key=lambda p: (-p.num_failures, load[p.peer])",
         "policy_is_followed",
@@ -269,9 +267,9 @@ VARIANTS = (
     ),
     Variant(
         "10: what never fits is refused by the decoder",
-        "prefillers",
-        "permanent=len(sizes) == len(self._prefillers)",
-        "permanent=False",
+        "decoder",
+        "permanent = len(ready) == len(self._prefillers)",
+        "permanent = False",
         "never_is_not_later",
     ),
     Variant(
@@ -340,7 +338,7 @@ VARIANTS = (
     Variant(
         "5: a fence that takes long is told",
         "decoder",
-        "self._post(KVStuck(attempt=attempt.fetch.attempt))",
+        "self.post(KVStuck(attempt=attempt.fetch.attempt))",
         "pass",
         "cancelled_while_stopped",
     ),
@@ -403,7 +401,7 @@ VARIANTS = (
     Variant(
         "5: a late Cancel has time",
         "decoder",
-        "attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)",
+        "attempt.deadline = max(attempt.deadline, self.clock() + self.config.peer_timeout)",
         "pass",
         "a_cancel_near_the_deadline_has_time",
     ),
@@ -434,7 +432,7 @@ VARIANTS = (
     ),
     Variant(
         "8: one process has one connection, under two names too",
-        "prefillers",
+        "decoder",
         "if twin is not prefiller:",
         "if False:",
         "a_second_name_is_not_a_second_prefiller",
@@ -470,8 +468,8 @@ VARIANTS = (
     Variant(
         "9: decode waits for the last write",
         "decoder",
-        "self._transfer.expect(attempt.peer, attempt.imm, count)",
-        "self._transfer.expect(attempt.peer, attempt.imm, max(1, count - 1))",
+        "self.transfer.expect(attempt.peer, attempt.imm, count)",
+        "self.transfer.expect(attempt.peer, attempt.imm, max(1, count - 1))",
         "without_faults",
     ),
     Variant(
@@ -484,7 +482,7 @@ VARIANTS = (
     Variant(
         "5: a decoder beats",
         "decoder",
-        "return [prefiller.peer for prefiller in self._prefillers.ready()]",
+        "return [prefiller.peer for prefiller in self._prefillers if prefiller.hello is not None]",
         "return []",
         "queueing_is_not_silence",
     ),
@@ -512,7 +510,7 @@ VARIANTS = (
     ),
     Variant(
         "the fastest beat tells the clocks' difference",
-        "prefillers",
+        "decoder",
         "min(prefiller.clock_lag, lag)",
         "lag",
         "exposed_transfer_is_told",
@@ -579,13 +577,13 @@ VARIANTS = (
         "a peer's pages have its own size",
         "prefiller",
         "num_kv_heads=heads)",
-        "num_kv_heads=memory.layout.num_kv_heads)",
+        "num_kv_heads=self.layout.num_kv_heads)",
         "ranks_that_shard_differently",
     ),
     Variant(
         "all ranks that hold the same take part",
         "prefiller",
-        "self._rng.choice(link.plan)",
+        "self.rng.choice(link.plan)",
         "link.plan[0]",
         "ranks_that_shard_differently",
     ),
@@ -606,8 +604,8 @@ VARIANTS = (
     Variant(
         "what came is told by its bytes on all ranks",
         "decoder",
-        "self._memory.tp * layout.num_layers",
-        "layout.num_layers",
+        "self.hello.tp * self.layout.num_layers",
+        "self.layout.num_layers",
         "ranks_that_shard_differently",
     ),
     Variant(
@@ -645,7 +643,6 @@ def load(variant: Variant) -> Code:
         return Code(
             prefiller=sys.modules["disagg.messenger.prefiller"].PrefillerMessenger,
             decoder=sys.modules["disagg.messenger.decoder"].DecoderMessenger,
-            prefillers=sys.modules["disagg.messenger.prefillers"].Prefillers,
             imm_counter=sys.modules["disagg.transfer.imm_counter"].ImmCounter,
         )
     finally:

@@ -17,6 +17,8 @@ import enum
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 #: First byte of every message. Raise it with any change of a struct below.
 PROTOCOL_VERSION = 6
@@ -26,8 +28,8 @@ PROTOCOL_VERSION = 6
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 PositiveU32 = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
-#: Most pages a probe gets at once.
-MAX_PROBE_PAGES = 65536
+#: Most pages a probe gets at once, and bytes of the pattern that it gets.
+MAX_PROBE_PAGES, PROBE_BYTES = 65536, 1 << 22
 #: Ranks that share the KV heads. No peer can make us plan for a million.
 TP = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
@@ -142,6 +144,11 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Message = Hello | PrefillRequest | PrefillStopped | Cancel | Heartbeat | Goodbye | ProbeRequest
+
+
+def probe_pattern() -> npt.NDArray[np.uint8]:
+    """What a prefiller writes to a probe: words of four bytes, each its own index."""
+    return np.arange(PROBE_BYTES // 4, dtype="<u4").view(np.uint8)
 
 
 def encode(message: Message) -> bytes:

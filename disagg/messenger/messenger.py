@@ -7,53 +7,49 @@
 The halves are `decoder.py` and `prefiller.py`.
 """
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
+from disagg.kv_layout import KVLayout, TailLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.sharding import Page
 from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
 
 
-class Wiring(msgspec.Struct, frozen=True, kw_only=True):
-    """What a messenger and its parts are built on. `post` tells the engine, `clock` is seconds.
+@dataclass(kw_only=True, eq=False)
+class Messenger(ABC):
+    """One half of the hand-over; see the module's docstring.
 
-    `rng` draws the replica set of each request.
+    `hello` is what this node says of itself. `layout` is that of each rank's KV region, `page` one
+    of the whole model, whose heads the ranks share. `tail_bytes` is a view of the whole tail
+    region: uint8 `[tail.region_bytes]`. `post` tells the engine, `clock` is seconds.
     """
 
     transfer: TransferEngine
-    memory: NodeMemory
     hello: Hello
+    layout: KVLayout
+    page: Page
+    tail: TailLayout
+    tail_bytes: npt.NDArray[np.uint8]
     config: MessengerConfig
     clock: Callable[[], float]
     post: Callable[[EngineEvent], None]
-    trace: Trace = msgspec.field(default_factory=Trace)
-    rng: random.Random = msgspec.field(default_factory=random.Random)
+    trace: Trace = field(default_factory=Trace)
 
-
-class Messenger(ABC):
-    """One half of the hand-over; see the module's docstring."""
-
-    def __init__(self, wiring: Wiring) -> None:
-        self._transfer = wiring.transfer
-        self._memory = wiring.memory
-        self._hello = wiring.hello
-        self._config = wiring.config
-        self._clock = wiring.clock
-        self._post = wiring.post
-        self._trace = wiring.trace
+    def __post_init__(self) -> None:
         #: Seconds for which each peer has said nothing.
         self._silence: dict[Peer, float] = {}
         #: Peers given up whose PeerLost is still to come, and why at first.
         self._closed: dict[Peer, str] = {}
-        self._next_beat = self._last_look = self._clock()
+        self._next_beat = self._last_look = self.clock()
 
     def close(self, why: str) -> None:
         """Say goodbye to every greeted peer."""
@@ -64,16 +60,21 @@ class Messenger(ABC):
     def _greeted(self) -> Collection[Peer]:
         """Peers that said a Hello that fits."""
 
+    def _tail_words(self, slot: int) -> npt.NDArray[np.uint64]:
+        """The words at the start of a tail slot, to read and to write: uint64 `[3]`."""
+        start = self.tail.slot_offset(slot)
+        return self.tail_bytes[start : start + TailLayout.HEADER_BYTES].view("<u8")
+
     def _send(self, peer: Peer, message: Message) -> None:
-        self._transfer.send(peer, messages.encode(message))
+        self.transfer.send(peer, messages.encode(message))
 
     def _beat(self, peer: Peer) -> None:
-        self._send(peer, messages.Heartbeat(clock_ns=round(self._clock() * 1e9)))
+        self._send(peer, messages.Heartbeat(clock_ns=round(self.clock() * 1e9)))
 
     def _close_peer(self, peer: Peer, why: str) -> None:
         """Give a peer up: what it said after that and lies here already must change nothing."""
         self._closed.setdefault(peer, why)
-        self._transfer.close_peer(peer, why)
+        self.transfer.close_peer(peer, why)
 
     def _watch_silence(self) -> None:
         """Give up who is silent, and be silent to nobody; after reading what arrived.
@@ -81,13 +82,13 @@ class Messenger(ABC):
         A look counts for one heartbeat interval at most: had this process been stopped or starved,
         what peers said meanwhile would lie unread, and that is not their silence.
         """
-        now, interval = self._clock(), self._config.heartbeat_interval
+        now, interval = self.clock(), self.config.heartbeat_interval
         observed = min(now - self._last_look, interval)
         self._last_look = now
         for peer in list(self._silence):
             self._silence[peer] += observed
-            if self._silence[peer] >= self._config.peer_timeout:
-                self._close_peer(peer, f"silent for {self._config.peer_timeout} s")
+            if self._silence[peer] >= self.config.peer_timeout:
+                self._close_peer(peer, f"silent for {self.config.peer_timeout} s")
         if now >= self._next_beat:
             self._next_beat = now + interval
             for peer in self._greeted():
@@ -137,7 +138,7 @@ class Messenger(ABC):
         """What a greeted peer may say; each half first looks for what only its peers say."""
         if not isinstance(message, messages.Heartbeat):
             name = type(message).__name__
-            raise ProtocolError(f"{name} is nothing that a {self._hello.role} is told")
+            raise ProtocolError(f"{name} is nothing that a {self.hello.role} is told")
 
     @abstractmethod
     def _on_peer_lost(self, peer: Peer, why: str) -> None:

@@ -6,7 +6,7 @@
        v                      |
     messenger thread  poll: layer counter, messages, writes, clocks
        |
-    transfer engine   registered: KV pages, tail slots, scratch     <====> peer node
+    transfer engine   registered: KV pages, tail slots              <====> peer node
 
 Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates,
 an UNDIVIDED node has no messenger and does both by itself. If several ranks share the model, the
@@ -33,12 +33,9 @@ from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner, make_runner
 from disagg.engine.scheduler import Scheduler
 from disagg.hooks import EngineEvent
-from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Identity, Role
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import PROBE_BYTES, NodeMemory, probe_pattern
+from disagg.messenger.decoder import Address, DecoderMessenger
+from disagg.messenger.messages import Hello, Identity, Role
 from disagg.messenger.prefiller import PrefillerMessenger
-from disagg.messenger.prefillers import Address, Prefillers
 from disagg.messenger.sharding import page_of
 from disagg.model.rank_group import check_shares
 from disagg.model.shape import read_config
@@ -113,7 +110,7 @@ class Node(Resource):
         if config.listen is not None or config.prefillers:
             self._transfer = self._build_transfer()
             self._held.callback(self._transfer.close)
-            self._messenger = self._build_messenger(self._transfer)
+            self._messenger = self._build_messenger()
         if self._messenger is not None and config.prefillers:
             while len(self._link_problems) < len(set(config.prefillers)):
                 self._messenger.poll(1.0)  # its clocks bound the wait
@@ -170,8 +167,6 @@ class Node(Resource):
             hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
         ]
         self._counter = hold(LayerCounter())
-        self._scratch = hold(SharedMemory(PROBE_BYTES, name="disagg-scratch"))
-        self._scratch.bytes[:] = probe_pattern()
 
     def _build_engine(self) -> Engine:
         config, messenger = self.config, self._messenger
@@ -194,40 +189,48 @@ class Node(Resource):
         nics, self._poll_cpus = open_nics(self.config.transport, self.config.rdma)
         return make_engine(self.config.transport, nics)
 
-    def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
-        memory = self._register_memory(transfer)
-        role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
-        identity = _identity(self.config, self.model_config)
-        hello = memory.hello(epoch=secrets.randbits(64), role=role, identity=identity)
+    def _build_messenger(self) -> PrefillerMessenger | DecoderMessenger:
+        config, heads = self.config, self.model_config.num_kv_heads
+        cache, layout = self._kv_caches[0], self._kv_caches[0].layout
+        vector_bytes = layout.head_dim * layout.itemsize
+        kv_regions = [self._register(each.memory) for each in self._kv_caches]
+        tail_region = self._register(cache.tail_memory)
+        hello = Hello(
+            epoch=secrets.randbits(64),
+            role=Role.PREFILLER if config.listen is not None else Role.DECODER,
+            identity=_identity(config, self.model_config),
+            num_pages=layout.num_pages,
+            num_tail_slots=cache.tail_layout.num_slots,
+            tp=config.tp,
+            kv_regions=tuple(region.descriptor for region in kv_regions),
+            tail_region=tail_region.descriptor,
+        )
         self._trace.facts["epoch"] = str(hello.epoch)
-        wiring = Wiring(
-            transfer=transfer,
-            memory=memory,
+        make: Callable[..., PrefillerMessenger | DecoderMessenger]
+        if config.listen is None:
+            make = partial(DecoderMessenger, addresses=config.prefillers, on_link=self._on_link)
+        else:
+            writer = partial(PrefillerMessenger, kv_regions=kv_regions, tail_region=tail_region)
+            make = partial(writer, read_counter=self._counter.read)
+        return make(
+            transfer=self._transfer,
             hello=hello,
-            config=self.config.messenger,
+            layout=layout,
+            page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
+            tail=cache.tail_layout,
+            tail_bytes=cache.tail_memory.bytes,
+            config=config.messenger,
             clock=time.monotonic,
             post=self._post,
             trace=self._trace,
         )
-        if role is Role.PREFILLER:
-            return PrefillerMessenger(wiring, self._counter.read)
-        prefillers = Prefillers(self.config.prefillers, wiring, self._on_link)
-        return DecoderMessenger(wiring, prefillers)
 
-    def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache, heads = self._kv_caches[0], self.model_config.num_kv_heads
-        layout, vector_bytes = cache.layout, cache.layout.head_dim * cache.layout.itemsize
-        register = partial(_register, transfer, writable=bool(self.config.prefillers))
-        return NodeMemory(
-            layout=layout,
-            page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
-            tp=self.config.tp,
-            kv_regions=tuple(register(each.memory) for each in self._kv_caches),
-            tail=cache.tail_layout,
-            tail_region=register(cache.tail_memory),
-            tail_bytes=cache.tail_memory.bytes,
-            scratch_region=_register(transfer, self._scratch, False),
+    def _register(self, memory: SharedMemory) -> MemoryRegion:
+        writable = self.config.listen is None  # a prefiller's is a source alone
+        where = Memory(
+            address=memory.address, nbytes=memory.nbytes, fd=memory.fd, writable=writable
         )
+        return self._transfer.register(where)
 
     # --- Threads ---
 
@@ -276,11 +279,6 @@ class Node(Resource):
     def _post(self, event: EngineEvent) -> None:
         assert self._engine is not None, f"{event} before there is an engine"
         self._engine.post(event)
-
-
-def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) -> MemoryRegion:
-    where = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd, writable=writable)
-    return transfer.register(where)
 
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
