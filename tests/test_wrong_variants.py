@@ -211,7 +211,7 @@ VARIANTS = (
     Variant(
         "7: the tail carries the id",
         "prefiller",
-        "words[TailLayout.ATTEMPT_ID] = request.attempt_id",
+        'tail["attempt_id"] = request.attempt_id',
         "pass",
         "without_faults",
     ),
@@ -518,8 +518,8 @@ VARIANTS = (
     Variant(
         "times of a tail are on the prefiller's clock",
         "decoder",
-        "now - lag - words[TailLayout.FORWARD_END_NS]",
-        "now - words[TailLayout.FORWARD_END_NS]",
+        "now - lag - forward_end_ns",
+        "now - forward_end_ns",
         "exposed_transfer_is_told",
     ),
     Variant(

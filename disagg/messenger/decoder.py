@@ -31,7 +31,6 @@ import msgspec
 
 from disagg.config import OnFailure
 from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck
-from disagg.kv_layout import TailLayout
 from disagg.messenger import messages
 from disagg.messenger.admission import check_hello
 from disagg.messenger.messages import Hello, Message, ProtocolError, Role
@@ -302,7 +301,7 @@ class DecoderMessenger(Messenger):
         if attempt is None or attempt.state is AttemptState.FENCING:
             return
         if attempt.is_wanted:
-            found = int(self._tail_words(attempt.fetch.tail_slot)[TailLayout.ATTEMPT_ID])
+            found = int(self.tails["attempt_id"][attempt.fetch.tail_slot])
             if found == attempt.fetch.attempt:
                 self._end(attempt, self._arrived(attempt))
                 return
@@ -315,15 +314,16 @@ class DecoderMessenger(Messenger):
         attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
         num_pages = self.hello.tp * self.layout.num_layers * len(fetch.page_indices)
-        words, now = self._tail_words(fetch.tail_slot).tolist(), self.clock()
-        exposed = max(0.0, now - lag - words[TailLayout.FORWARD_END_NS] / 1e9)
-        span = max(exposed, now - lag - words[TailLayout.FIRST_POST_NS] / 1e9)
+        _, first_post_ns, forward_end_ns, *_ = self.tails[fetch.tail_slot].item()
+        now = self.clock()
+        exposed = max(0.0, now - lag - forward_end_ns / 1e9)
+        span = max(exposed, now - lag - first_post_ns / 1e9)
         self.trace.span("KV transfer", f"attempt {fetch.attempt:#x}", now - span, now)
         return TransferStats(
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=num_pages * self.layout.page_bytes + self.tail.slot_bytes,
+            bytes=num_pages * self.layout.page_bytes + self.tails.itemsize,
             retries=fetch.retries,
             exposed=exposed,
             span=span,

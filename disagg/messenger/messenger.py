@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
-from disagg.kv_layout import KVLayout, TailLayout
+from disagg.kv_layout import KVLayout
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.sharding import Page
@@ -29,16 +29,15 @@ class Messenger(ABC):
     """One half of the hand-over; see the module's docstring.
 
     `hello` is what this node says of itself. `layout` is that of each rank's KV region, `page` one
-    of the whole model, whose heads the ranks share. `tail_bytes` is a view of the whole tail
-    region: uint8 `[tail.region_bytes]`. `post` tells the engine, `clock` is seconds.
+    of the whole model, whose heads the ranks share. `tails` is a view of the tail region:
+    `kv_layout.tail_slot` `[num_tail_slots]`. `post` tells the engine, `clock` is seconds.
     """
 
     transfer: TransferEngine
     hello: Hello
     layout: KVLayout
     page: Page
-    tail: TailLayout
-    tail_bytes: npt.NDArray[np.uint8]
+    tails: npt.NDArray[np.void]
     config: MessengerConfig
     clock: Callable[[], float]
     post: Callable[[EngineEvent], None]
@@ -59,11 +58,6 @@ class Messenger(ABC):
     @abstractmethod
     def _greeted(self) -> Collection[Peer]:
         """Peers that said a Hello that fits."""
-
-    def _tail_words(self, slot: int) -> npt.NDArray[np.uint64]:
-        """The words at the start of a tail slot, to read and to write: uint64 `[3]`."""
-        start = self.tail.slot_offset(slot)
-        return self.tail_bytes[start : start + TailLayout.HEADER_BYTES].view("<u8")
 
     def _send(self, peer: Peer, message: Message) -> None:
         self.transfer.send(peer, messages.encode(message))

@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from disagg.hooks import ReleasePrefill, Span, StartPrefill
-from disagg.kv_layout import KVLayout, TailLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, heads_of_rank
 from disagg.messenger import messages
 from disagg.messenger.admission import check_hello, check_request
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
@@ -254,13 +254,12 @@ class PrefillerMessenger(Messenger):
     def _tail_writes(self, attempt: Attempt, chunk: Span) -> Iterator[Pages]:
         if chunk.tail_slot is None:
             return
-        tail, request = self.tail, attempt.request
-        words = self._tail_words(chunk.tail_slot)
-        words[TailLayout.ATTEMPT_ID] = request.attempt_id
-        words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self.clock()) * 1e9)
-        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
-        there = attempt.link.hello.tail_region
-        yield Pages(self.tail_region, there, tail.slot_bytes, src, dst)
+        request, nbytes = attempt.request, self.tails.itemsize
+        tail = self.tails[chunk.tail_slot]
+        tail["attempt_id"] = request.attempt_id
+        tail["first_post_ns"] = round(min(attempt.first_post, self.clock()) * 1e9)
+        src, dst = (np.array([slot * nbytes]) for slot in (chunk.tail_slot, request.tail_slot))
+        yield Pages(self.tail_region, attempt.link.hello.tail_region, nbytes, src, dst)
 
     # --- Ends ---
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from disagg.config import MessengerConfig
 from disagg.hooks import Span
-from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, PageOrder, heads_of_rank, tail_slot
 from disagg.messenger.messages import Hello, PrefillRequest, Role
 from disagg.messenger.prefiller import Attempt, Link, PrefillerMessenger
 from disagg.messenger.sharding import expected_count, make_plan, page_of
@@ -63,7 +63,6 @@ def all_offsets(slices, layouts, num_layers, pages):
 def writer_of(given, layouts, plan, pages):
     """A messenger before a step that computes the whole prompt, and its transfer engine."""
     here, there = layouts
-    tail = TailLayout(num_slots=1, hidden_size=8, itemsize=2)
     transfer = TakesAll()
     hello = Hello(
         epoch=1,
@@ -91,9 +90,8 @@ def writer_of(given, layouts, plan, pages):
         layout=here,
         page=(1, 1, 1),
         kv_regions=(None,) * given.prefill_tp,
-        tail=tail,
         tail_region=None,
-        tail_bytes=np.zeros(tail.region_bytes, np.uint8),
+        tails=np.zeros(1, tail_slot(16)),
         config=MessengerConfig(),
         clock=time.monotonic,
         post=lambda event: None,
