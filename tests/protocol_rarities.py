@@ -22,7 +22,7 @@ from disagg.messenger.messages import (
 )
 from disagg.transfer.interface import MessageReceived, PeerLost
 from tests.adversarial import Connection, Write
-from tests.protocol_scenarios import Scenario, Stranger, connected, ends
+from tests.protocol_scenarios import Scenario, Stranger, connected, ends, peers_of
 from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, Code, World
 
 
@@ -247,7 +247,7 @@ def loss_of_one_prefiller_leaves_the_others(code: Code) -> None:
         world.run_fairly(0.3)
         attempts = dict(world.decode_node.messenger._attempts)
         assert attempts[1].peer != attempts[2].peer
-        index = world.decode_node.messenger._greeted().index(attempts[1].peer)
+        index = peers_of(world).index(attempts[1].peer)
         world.kill(index)
         world.run_fairly(1.0)
         assert clients[0].ended == "local" and clients[1].ended is None
@@ -378,7 +378,7 @@ def beats_are_no_greeting(code: Code) -> None:
     for beats in (False, True):
         world = World(25, code=code)
         node = world.prefill_nodes[0]
-        node.messenger._on_hello = lambda *_: None
+        node.messenger._on_message = lambda *_: None
         until = world.now + CONFIG.peer_timeout + 1.0
         while world.now < until and not world.links:
             world.run_fairly(0.1, tick=0.1)

@@ -54,6 +54,12 @@ def connected(seed: int, code: Code, **settings) -> World:
     return world
 
 
+def peers_of(world: World) -> list[int]:
+    """The prefillers to which the decoder is linked, in the order of their nodes."""
+    messenger = world.decode_node.messenger
+    return [p.peer for p in messenger._prefillers if p.peer in messenger._greeted]
+
+
 def ends(world: World, client: Client, *, within: float) -> float:
     """Run fairly until the client is answered; returns how long that took."""
     start = world.now
@@ -337,7 +343,7 @@ def answers_of_others_do_not_count(code: Code) -> None:
     world.run_fairly(0.3)
     messenger, transfer = world.decode_node.messenger, world.decode_node.transfer
     attempt = messenger._attempts[1]
-    other = next(peer for peer in messenger._greeted() if peer != attempt.peer)
+    other = next(peer for peer in peers_of(world) if peer != attempt.peer)
     for peer, number in ((other, 1), (attempt.peer, 1 << 40 | 1)):
         forged = PrefillStopped(attempt_id=number, permanent=True, why="forged")
         transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
@@ -361,7 +367,7 @@ def policy_is_followed(code: Code) -> None:
         client = world.submit(8)
         world.run_fairly(0.3)
         asked = world.decode_node.messenger._attempts[1].peer
-        index = world.decode_node.messenger._greeted().index(asked)
+        index = peers_of(world).index(asked)
         other = world.prefill_nodes[1 - index]
         if policy == "retry":  # the first one fails but stays connected: a choice is left
             world.prefill_nodes[index].transfer.reject_after = 0
@@ -437,7 +443,7 @@ def unknown_cancels_are_harmless(code: Code) -> None:
     world.cancel(early)
     world.decode_node.messenger.on_cancel(early.attempt)
     world.decode_node.messenger.on_cancel(4242)
-    peer = world.decode_node.messenger._greeted()[0]
+    peer = peers_of(world)[0]
     world.decode_node.transfer.send(peer, encode(Cancel(attempt_id=4242)))
     late = world.submit(8)
     ends(world, late, within=2.0)
@@ -651,7 +657,7 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
     """A message that cannot be read, or is out of place, ends that connection and nothing else."""
     world = connected(11, code)
     hello: Hello = world.decode_node.messenger.hello
-    peer = world.decode_node.messenger._greeted()[0]
+    peer = peers_of(world)[0]
     no_text = encode(Goodbye(why="??")).replace(b"??", b"\xff\xfe")
     version = bytes((PROTOCOL_VERSION,))
     unknown = version + b"\x81\xa4type\xa3foo"
@@ -661,7 +667,7 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
         after = world.submit(5)
         ends(world, after, within=2.0)
         assert after.ended == "ready"
-        new_peer = world.decode_node.messenger._greeted()[0]
+        new_peer = peers_of(world)[0]
         assert new_peer != peer, f"{data!r} was accepted"
         peer = new_peer
     world.heal()

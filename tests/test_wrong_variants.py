@@ -29,8 +29,8 @@ MODULES = (
     "imm_counter",
     "messages",
     "sharding",
-    "messenger",
     "admission",
+    "messenger",
     "prefiller",
     "decoder",
 )
@@ -167,10 +167,10 @@ VARIANTS = (
         "silent_decoder_is_given_up",
     ),
     Variant(
-        "5: a node beats while it has nothing to say",
-        "prefiller",
-        "return self._links\n",
-        "return []\n",
+        "5: a prefiller beats while it has nothing to say",
+        "messenger",
+        "if now >= self._next_beat:",
+        "if now >= self._next_beat and self.hello.role == 'decoder':",
         "without_faults",
     ),
     Variant(
@@ -218,7 +218,7 @@ VARIANTS = (
     Variant(
         "8: an epoch has one connection",
         "prefiller",
-        "if link.hello.epoch == hello.epoch:",
+        "if greeted.epoch == hello.epoch:",
         "if False:",
         "same_process_replaces_its_connection",
     ),
@@ -268,7 +268,7 @@ VARIANTS = (
     Variant(
         "10: what never fits is refused by the decoder",
         "decoder",
-        "permanent = len(ready) == len(self._prefillers)",
+        "permanent = len(pools) == len(self._prefillers)",
         "permanent = False",
         "never_is_not_later",
     ),
@@ -481,9 +481,9 @@ VARIANTS = (
     ),
     Variant(
         "5: a decoder beats",
-        "decoder",
-        "return [prefiller.peer for prefiller in self._prefillers if prefiller.hello is not None]",
-        "return []",
+        "messenger",
+        "if now >= self._next_beat:",
+        "if now >= self._next_beat and self.hello.role == 'prefiller':",
         "queueing_is_not_silence",
     ),
     Variant(

@@ -11,11 +11,13 @@ from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Identity, ProtocolError, Role
 from disagg.messenger.sharding import Slice, expected_count
 
+#: Whom a node of a role greets.
+ACCEPTS = {Role.PREFILLER: (Role.DECODER, Role.PROBE), Role.DECODER: (Role.PREFILLER,)}
 
-def check_hello(ours: Hello, theirs: Hello, *, accepts: Sequence[Role]) -> None:
-    """ProtocolError if this pair cannot work. `accepts` are roles of `theirs` that fit. The text is
-    for people on both sides."""
-    if theirs.role not in accepts:
+
+def check_hello(ours: Hello, theirs: Hello) -> None:
+    """ProtocolError if this pair cannot work. The text is for people on both sides."""
+    if theirs.role not in (accepts := ACCEPTS[ours.role]):
         raise ProtocolError(
             f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
         )

@@ -24,7 +24,7 @@ import enum
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -32,8 +32,7 @@ import msgspec
 from disagg.config import OnFailure
 from disagg.hooks import FetchKV, KVEnded, KVFailed, KVStuck
 from disagg.messenger import messages
-from disagg.messenger.admission import check_hello
-from disagg.messenger.messages import Hello, Message, ProtocolError, Role
+from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.messenger import Messenger
 from disagg.messenger.sharding import Slice, expected_count, make_plan
 from disagg.request import TransferStats
@@ -48,7 +47,7 @@ MAX_DELAY = 2.0
 
 
 class Prefiller(msgspec.Struct, kw_only=True):
-    """One address: down without `peer`, greeting until `hello` came, then ready.
+    """One address: down without `peer`, ready once that is greeted.
 
     `num_failures` counts attempts that failed since the last one that worked. `delay` is the pause
     before the next connection, in seconds; `epoch` of the last process that answered here.
@@ -59,7 +58,6 @@ class Prefiller(msgspec.Struct, kw_only=True):
 
     address: Address
     peer: Peer = 0
-    hello: Hello | None = None
     slices: tuple[Slice, ...] = ()
     retry_at: float = 0.0
     num_failures: int = 0
@@ -147,9 +145,6 @@ class DecoderMessenger(Messenger):
 
     # --- Prefillers ---
 
-    def _greeted(self) -> Collection[Peer]:
-        return [prefiller.peer for prefiller in self._prefillers if prefiller.hello is not None]
-
     def _by_peer(self, peer: Peer) -> Prefiller:
         return next(p for p in self._prefillers if p.peer == peer)
 
@@ -163,12 +158,11 @@ class DecoderMessenger(Messenger):
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         prefiller = self._by_peer(peer)
-        check_hello(self.hello, hello, accepts=(Role.PREFILLER,))
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
             prefiller.retired = True
             raise ProtocolError("the prefiller {}:{} again".format(*twin.address))
-        prefiller.epoch, prefiller.delay, prefiller.hello = hello.epoch, 0.0, hello
+        prefiller.epoch, prefiller.delay = hello.epoch, 0.0
         # Any of the replica sets: all have the same count, and that is all they are for here.
         prefiller.slices = make_plan(self.page, hello.tp, self.hello.tp)[0]
         self.on_link(prefiller.address, True, "ready")
@@ -186,7 +180,7 @@ class DecoderMessenger(Messenger):
                 attempt.move(AttemptState.FENCING)
                 attempt.deadline = self.clock() + self.config.peer_timeout
         prefiller = self._by_peer(peer)
-        prefiller.peer, prefiller.hello, prefiller.clock_lag = 0, None, math.inf
+        prefiller.peer, prefiller.clock_lag = 0, math.inf
         # Whoever refuses or is away will do so for a while: ask less and less often.
         shortest = self.config.reconnect_interval
         prefiller.delay = min(max(shortest, 2 * prefiller.delay), MAX_DELAY)
@@ -212,16 +206,16 @@ class DecoderMessenger(Messenger):
         """Send an attempt to a prefiller: the one with the fewest recent failures, then the least
         load. If none can take it, let it wait, or end it and say why."""
         fetch, num_pages = attempt.fetch, len(attempt.fetch.page_indices)
-        ready = [(p, p.hello.num_pages) for p in self._prefillers if p.hello is not None]
-        able = [prefiller for prefiller, size in ready if num_pages <= size]
+        pools = {peer: hello.num_pages for peer, hello in self._greeted.items()}
+        able = [p for p in self._prefillers if num_pages <= pools.get(p.peer, 0)]
         if not able:
             # Once all there are have said how much they can take, none ever could.
-            permanent = len(ready) == len(self._prefillers)
+            permanent = len(pools) == len(self._prefillers)
             may_wait = self.config.on_failure == "retry" and not permanent
             if not may_wait or self.clock() >= attempt.deadline:
-                most = max((size for _, size in ready), default=0)
+                most = max(pools.values(), default=0)
                 small = f"prompt needs {num_pages} pages: a prefiller's pool has {most}"
-                why = f"{small}; raise --num-pages" if ready else "no prefiller is connected"
+                why = f"{small}; raise --num-pages" if pools else "no prefiller is connected"
                 self._fail(attempt, why, permanent=permanent)
                 self._end(attempt)
             return

@@ -8,7 +8,7 @@ The halves are `decoder.py` and `prefiller.py`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
 from disagg.kv_layout import KVLayout
 from disagg.messenger import messages
+from disagg.messenger.admission import check_hello
 from disagg.messenger.messages import Hello, Message, ProtocolError
 from disagg.messenger.sharding import Page
 from disagg.trace import Trace
@@ -48,16 +49,14 @@ class Messenger(ABC):
         self._silence: dict[Peer, float] = {}
         #: Peers given up whose PeerLost is still to come, and why at first.
         self._closed: dict[Peer, str] = {}
+        #: Of every peer that has said one that fits.
+        self._greeted: dict[Peer, Hello] = {}
         self._next_beat = self._last_look = self.clock()
 
     def close(self, why: str) -> None:
         """Say goodbye to every greeted peer."""
-        for peer in self._greeted():
+        for peer in self._greeted:
             self._send(peer, messages.Goodbye(why=f"said goodbye: {why}"))
-
-    @abstractmethod
-    def _greeted(self) -> Collection[Peer]:
-        """Peers that said a Hello that fits."""
 
     def _send(self, peer: Peer, message: Message) -> None:
         self.transfer.send(peer, messages.encode(message))
@@ -85,7 +84,7 @@ class Messenger(ABC):
                 self._close_peer(peer, f"silent for {self.config.peer_timeout} s")
         if now >= self._next_beat:
             self._next_beat = now + interval
-            for peer in self._greeted():
+            for peer in self._greeted:
                 self._beat(peer)
 
     def _on_event(self, event: Event) -> None:
@@ -97,12 +96,13 @@ class Messenger(ABC):
                 try:
                     self._on_message(event.peer, messages.decode(event.data))
                 except ProtocolError as error:
-                    if event.peer in self._greeted():
+                    if event.peer in self._greeted:
                         self._close_peer(event.peer, str(error))
                     else:  # of another version: shows it ours
                         self._refuse(event.peer, str(error))
             case PeerLost():
                 self._silence.pop(event.peer, None)
+                self._greeted.pop(event.peer, None)
                 self._on_peer_lost(event.peer, self._closed.pop(event.peer, event.why))
 
     def _refuse(self, peer: Peer, why: str) -> None:
@@ -113,12 +113,14 @@ class Messenger(ABC):
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         """One Hello comes first, but for a Goodbye."""
-        is_greeted = peer in self._greeted()
+        is_greeted = peer in self._greeted
         match message:
             case messages.Goodbye():
                 self._close_peer(peer, message.why)
             case Hello() if not is_greeted:
+                check_hello(self.hello, message)
                 self._on_hello(peer, message)
+                self._greeted[peer] = message
             case _ if isinstance(message, Hello) or not is_greeted:
                 raise ProtocolError(f"expected one Hello, and first, got {message!s:.80}")
             case _:
@@ -126,7 +128,7 @@ class Messenger(ABC):
 
     @abstractmethod
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
-        """The first of a peer. ProtocolError if it does not fit."""
+        """The first of a peer, and it fits. ProtocolError if there is something against it."""
 
     def _on_word(self, peer: Peer, message: Message) -> None:
         """What a greeted peer may say; each half first looks for what only its peers say."""

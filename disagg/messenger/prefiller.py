@@ -20,7 +20,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -29,7 +29,7 @@ import numpy as np
 from disagg.hooks import ReleasePrefill, Span, StartPrefill
 from disagg.kv_layout import KVLayout, heads_of_rank
 from disagg.messenger import messages
-from disagg.messenger.admission import check_hello, check_request
+from disagg.messenger.admission import check_request
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger
 from disagg.messenger.pace import Pace
@@ -114,9 +114,6 @@ class PrefillerMessenger(Messenger):
         self._post_finished_layers()
         self._watch_silence()
 
-    def _greeted(self) -> Collection[Peer]:
-        return self._links
-
     # --- Messages ---
 
     def _on_word(self, peer: Peer, message: Message) -> None:
@@ -135,9 +132,8 @@ class PrefillerMessenger(Messenger):
                 super()._on_word(peer, message)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
-        check_hello(self.hello, hello, accepts=(Role.DECODER, Role.PROBE))
-        for other, link in self._links.items():
-            if link.hello.epoch == hello.epoch:
+        for other, greeted in self._greeted.items():
+            if greeted.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
         tp = 1 if hello.role == Role.PROBE else hello.tp
         heads = len(heads_of_rank(self.page[1], tp, 0))
