@@ -70,7 +70,6 @@ TESTED_IN = {
     "disagg.engine.attempts": "test_engine",
     "disagg.engine.sequence": "test_scheduler",
     "disagg.engine.stopwatch": "test_engine",
-    "disagg.messenger.admission": "test_protocol",
     "disagg.messenger.decoder": "test_protocol",
     "disagg.messenger.messages": "test_protocol",
     "disagg.messenger.messenger": "test_protocol",

@@ -29,7 +29,6 @@ MODULES = (
     "imm_counter",
     "messages",
     "sharding",
-    "admission",
     "messenger",
     "prefiller",
     "decoder",
@@ -76,14 +75,14 @@ VARIANTS = (
     ),
     Variant(
         "2: what differs is refused",
-        "admission",
+        "messenger",
         "if mine != other:",
         "if False:",
         "each_difference_is_refused",
     ),
     Variant(
         "2: every field is compared",
-        "admission",
+        "messenger",
         "in Identity.__struct_fields__:",
         "in Identity.__struct_fields__[:-2]:",
         "each_difference_is_refused",
@@ -439,14 +438,14 @@ VARIANTS = (
     ),
     Variant(
         "2: page indices are in range",
-        "admission",
+        "prefiller",
         "max(pages, default=0) < theirs.num_pages",
         "True",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(
         "2: another count is refused",
-        "admission",
+        "prefiller",
         "request.expected_count == count",
         "True",
         "requests_that_make_no_sense_are_rejected",
@@ -538,7 +537,7 @@ VARIANTS = (
     ),
     Variant(
         "2: ranks that cannot share the heads are refused",
-        "admission",
+        "messenger",
         "(heads % tp and tp % heads) or",
         "",
         "ranks_that_cannot_share_are_refused",
@@ -546,7 +545,7 @@ VARIANTS = (
     ),
     Variant(
         "2: each rank has a region",
-        "admission",
+        "messenger",
         " or not num_ranks or num_ranks % tp",
         "",
         "ranks_that_cannot_share_are_refused",
@@ -561,7 +560,7 @@ VARIANTS = (
     ),
     Variant(
         "a group that is not there is refused",
-        "admission",
+        "prefiller",
         "request.dp_rank < num_groups",
         "True",
         "requests_that_make_no_sense_are_rejected",

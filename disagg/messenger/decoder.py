@@ -52,8 +52,8 @@ class Prefiller(msgspec.Struct, kw_only=True):
     `num_failures` counts attempts that failed since the last one that worked. `delay` is the pause
     before the next connection, in seconds; `epoch` of the last process that answered here.
     `clock_lag` is the smallest (received - sent) of its heartbeats, in seconds: how far our clock
-    is ahead of its, and the travel of the fastest beat. A `retired` address turned out to be
-    another's second name.
+    is ahead of its, and the travel of the fastest beat. An address that turned out to be another's
+    second name is not tried again.
     """
 
     address: Address
@@ -64,7 +64,6 @@ class Prefiller(msgspec.Struct, kw_only=True):
     delay: float = 0.0
     epoch: int | None = None
     clock_lag: float = math.inf
-    retired: bool = False
 
 
 class AttemptState(enum.IntEnum):
@@ -151,7 +150,7 @@ class DecoderMessenger(Messenger):
     def _connect(self) -> None:
         """Start the connections whose time has come."""
         for prefiller in self._prefillers:
-            if not (prefiller.peer or prefiller.retired or self.clock() < prefiller.retry_at):
+            if not prefiller.peer and self.clock() >= prefiller.retry_at:
                 prefiller.peer = self.transfer.connect(*prefiller.address)
                 self._silence[prefiller.peer] = 0.0
                 self._send(prefiller.peer, self.hello)
@@ -160,7 +159,7 @@ class DecoderMessenger(Messenger):
         prefiller = self._by_peer(peer)
         twin = next((p for p in self._prefillers if p.epoch == hello.epoch), prefiller)
         if twin is not prefiller:  # rule 8 would end one connection for the other for ever
-            prefiller.retired = True
+            prefiller.retry_at = math.inf
             raise ProtocolError("the prefiller {}:{} again".format(*twin.address))
         prefiller.epoch, prefiller.delay = hello.epoch, 0.0
         # Any of the replica sets: all have the same count, and that is all they are for here.
@@ -184,7 +183,7 @@ class DecoderMessenger(Messenger):
         # Whoever refuses or is away will do so for a while: ask less and less often.
         shortest = self.config.reconnect_interval
         prefiller.delay = min(max(shortest, 2 * prefiller.delay), MAX_DELAY)
-        prefiller.retry_at = self.clock() + prefiller.delay
+        prefiller.retry_at = max(prefiller.retry_at, self.clock() + prefiller.delay)
         self.on_link(prefiller.address, False, why)
 
     # --- Asking ---

@@ -158,12 +158,9 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """The message in `data`. ProtocolError if it is of another version or malformed."""
-    if not data or data[0] != PROTOCOL_VERSION:
-        theirs = data[0] if data else "none"
-        raise ProtocolError(
-            f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}; run one release on both"
-            " nodes"
-        )
+    if data[:1] != bytes((PROTOCOL_VERSION,)):
+        versions = f"ours {PROTOCOL_VERSION}, theirs {data[0] if data else 'none'}"
+        raise ProtocolError(f"protocol_version: {versions}; run one release on both nodes")
     try:
         return msgspec.msgpack.decode(data[1:], type=Message)
     # ValueError: some releases of msgspec let a str that is not UTF-8 through as it is.

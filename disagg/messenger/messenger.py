@@ -1,10 +1,11 @@
-"""What both halves of the hand-over share: what they are built on, messages, silence, beats.
+"""What both halves of the hand-over share: whom they greet, messages, silence, beats.
 
     transfer.poll() -> MessageReceived   decoded, counts as a sign of life -> _on_message
                        PeerLost          its silence is of no interest     -> _on_peer_lost
     clock           -> a peer is silent: closed;  a beat is due: Heartbeat to every greeted peer
 
-The halves are `decoder.py` and `prefiller.py`.
+Whatever would make bytes wrong is refused in Hello, by name and with both values. The halves are
+`decoder.py` and `prefiller.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,11 +19,13 @@ from disagg.config import MessengerConfig
 from disagg.hooks import EngineEvent
 from disagg.kv_layout import KVLayout
 from disagg.messenger import messages
-from disagg.messenger.admission import check_hello
-from disagg.messenger.messages import Hello, Message, ProtocolError
+from disagg.messenger.messages import Hello, Identity, Message, ProtocolError, Role
 from disagg.messenger.sharding import Page
 from disagg.trace import Trace
 from disagg.transfer.interface import Event, MessageReceived, Peer, PeerLost, TransferEngine
+
+#: Whom a node of a role greets.
+ACCEPTS = {Role.PREFILLER: (Role.DECODER, Role.PROBE), Role.DECODER: (Role.PREFILLER,)}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -139,3 +142,28 @@ class Messenger(ABC):
     @abstractmethod
     def _on_peer_lost(self, peer: Peer, why: str) -> None:
         """A connection is over, greeted or not."""
+
+
+def check_hello(ours: Hello, theirs: Hello) -> None:
+    """ProtocolError if this pair cannot work. The text is for people on both sides."""
+    if theirs.role not in (accepts := ACCEPTS[ours.role]):
+        raise ProtocolError(
+            f"a {ours.role} works with a {' or a '.join(accepts)}, not with a {theirs.role}"
+        )
+    if theirs.role == Role.PROBE:
+        return
+    if theirs.identity is None:
+        raise ProtocolError(f"a {theirs.role} says which model it holds; got a Hello without")
+    for name in Identity.__struct_fields__:
+        mine, other = getattr(ours.identity, name), getattr(theirs.identity, name)
+        if mine != other:
+            raise ProtocolError(
+                f"{name} differs: {ours.role} {mine}, {theirs.role} {other};"
+                " start both nodes with the same model and flags"
+            )
+    tp, heads, num_ranks = theirs.tp, theirs.identity.num_kv_heads, len(theirs.kv_regions)
+    if (heads % tp and tp % heads) or not num_ranks or num_ranks % tp:
+        raise ProtocolError(
+            f"tp does not fit: {ours.role} {ours.tp}, {theirs.role} {tp} for {heads} KV heads and"
+            f" {num_ranks} KV regions; expected a divisor or a multiple of {heads}, a region a rank"
+        )

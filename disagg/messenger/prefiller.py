@@ -12,8 +12,8 @@
                 '--cancelled, failed, peer lost-----> (PrefillStopped)      (ReleasePrefill)
 
 A page is written once per layer: with the chunk that fills its last token, or with the last chunk,
-so the number of writes does not depend on how a prompt is cut into chunks. Who may connect and what
-may be asked is in `admission.py`. One thread makes every call but `on_step_scheduled`.
+so the number of writes does not depend on how a prompt is cut into chunks. Whatever could never be
+served is refused at once. One thread makes every call but `on_step_scheduled`.
 """
 
 import logging
@@ -27,13 +27,12 @@ import msgspec
 import numpy as np
 
 from disagg.hooks import ReleasePrefill, Span, StartPrefill
-from disagg.kv_layout import KVLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, heads_of_rank, pages_for
 from disagg.messenger import messages
-from disagg.messenger.admission import check_request
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger
 from disagg.messenger.pace import Pace
-from disagg.messenger.sharding import Slice, make_plan
+from disagg.messenger.sharding import Slice, expected_count, make_plan
 from disagg.transfer import interface
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferError, WritesDone
 
@@ -153,13 +152,13 @@ class PrefillerMessenger(Messenger):
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
         slices = self.rng.choice(link.plan)
+        attempt = Attempt(link=link, request=request, slices=slices, opened=self.clock())
         try:
-            check_request(request, layout=self.layout, theirs=link.hello, slices=slices)
+            check(attempt, self.layout)
             self.post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
         else:
-            attempt = Attempt(link=link, request=request, slices=slices, opened=self.clock())
             self._attempts[request.attempt_id] = attempt
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
@@ -289,3 +288,22 @@ class PrefillerMessenger(Messenger):
         self.trace.span("prefills", name, attempt.opened, self.clock(), attempt=hex(number))
         del self._attempts[number]
         self.post(ReleasePrefill(job=number))
+
+
+def check(attempt: Attempt, layout: KVLayout) -> None:
+    """ValueError for a request whose writes would go to a wrong place, or be more or fewer than the
+    decoder counts. `layout` is ours."""
+    request, theirs = attempt.request, attempt.link.hello
+    pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
+    num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)
+    count = expected_count(attempt.slices, layout.num_layers, num_pages)
+    rules = {
+        f"{num_pages} different pages": len(pages) == len(set(pages)) == num_pages,
+        f"page indices below {theirs.num_pages}": max(pages, default=0) < theirs.num_pages,
+        f"a tail_slot below {theirs.num_tail_slots}": request.tail_slot < theirs.num_tail_slots,
+        f"a dp_rank below {num_groups}": request.dp_rank < num_groups,
+        f"an expected_count of {count}": request.expected_count == count,
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError(f"expected {', '.join(broken)}; got {request!s:.400}")

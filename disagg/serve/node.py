@@ -32,7 +32,6 @@ from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner, make_runner
 from disagg.engine.scheduler import Scheduler
-from disagg.hooks import EngineEvent
 from disagg.messenger.decoder import Address, DecoderMessenger
 from disagg.messenger.messages import Hello, Identity, Role
 from disagg.messenger.prefiller import PrefillerMessenger
@@ -81,6 +80,8 @@ class Node(Resource):
 
     #: Only if there are peers.
     _transfer: TransferEngine
+    #: From the moment that its model is loaded.
+    _engine: Engine
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
@@ -95,12 +96,20 @@ class Node(Resource):
         role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
         self._trace = Trace(role, on=config.trace is not None)
         self._messenger: PrefillerMessenger | DecoderMessenger | None = None
-        self._engine: Engine | None = None
+        #: Told what a thread died of.
+        self._on_failure: Callable[[str], None] = lambda why: None
         self.address: Address | None = None
         #: What was started or made, to be ended in the opposite order.
         self._held = ExitStack()
         with self._held:
-            self._make_memory()
+            hold = self._held.enter_context
+            if config.trace is not None:
+                self._held.callback(self._trace.write, config.trace)
+            #: One for each rank. Of the tails, those of rank 0 are sent and received.
+            self._kv_caches = [
+                hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
+            ]
+            self._counter = hold(LayerCounter())
             self._start()
             self._held = self._held.pop_all()
 
@@ -119,6 +128,7 @@ class Node(Resource):
             self._engine = self._build_engine()
         except (RuntimeError, MemoryError) as error:  # too little memory, or a rank was killed
             raise ValueError(f"the model cannot be loaded: {error!r}") from error
+        self._on_failure = self._engine.stop
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever, self._engine.stop)
@@ -135,7 +145,7 @@ class Node(Resource):
         The answer has text if there is a `stream` to make it. RuntimeError if the node has ended or
         is a prefiller.
         """
-        if self._engine is None or self.config.listen is not None:
+        if self.config.listen is not None:
             raise RuntimeError("a prefiller takes requests from decoders only")
         answer = Answer(request, stream=stream, news=news)
         number = self._engine.submit(request, answer.put)
@@ -157,16 +167,6 @@ class Node(Resource):
         self._held.close()
 
     # --- Wiring ---
-
-    def _make_memory(self) -> None:
-        config, hold = self.config, self._held.enter_context
-        if config.trace is not None:
-            self._held.callback(self._trace.write, config.trace)
-        #: One for each rank. Of the tails, those of rank 0 are sent and received.
-        self._kv_caches = [
-            hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
-        ]
-        self._counter = hold(LayerCounter())
 
     def _build_engine(self) -> Engine:
         config, messenger = self.config, self._messenger
@@ -220,7 +220,7 @@ class Node(Resource):
             tails=cache.tails,
             config=config.messenger,
             clock=time.monotonic,
-            post=self._post,
+            post=lambda event: self._engine.post(event),
             trace=self._trace,
         )
 
@@ -253,8 +253,7 @@ class Node(Resource):
             logger.info("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
-            if self._engine is not None:
-                self._engine.stop(self._failure)
+            self._on_failure(self._failure)
 
     def _run_messenger(self) -> None:
         assert self._messenger is not None, "nothing to run"
@@ -274,10 +273,6 @@ class Node(Resource):
         quiet = problem in ("", self._link_problems.get(address))
         logger.log(logging.INFO if quiet else logging.WARNING, text)
         self._link_problems[address] = problem
-
-    def _post(self, event: EngineEvent) -> None:
-        assert self._engine is not None, f"{event} before there is an engine"
-        self._engine.post(event)
 
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
