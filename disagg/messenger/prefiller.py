@@ -102,8 +102,7 @@ class PrefillerMessenger(Messenger):
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
-        timeout = min(timeout, self.config.heartbeat_interval / 2, self._pause)
-        events = self.transfer.poll(timeout)
+        events = self.transfer.poll(min(timeout, self.config.heartbeat_interval / 2, self._pause))
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
         for event in events:
             if isinstance(event, WritesDone):
@@ -165,15 +164,14 @@ class PrefillerMessenger(Messenger):
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
-        scratch, num_pages = self._scratch, probe.num_pages
-        there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
+        num_pages, nbytes = probe.num_pages, probe.page_bytes
         try:
             if num_pages > (most := messages.MAX_PROBE_PAGES):
                 raise TransferError(f"expected at most {most} pages, got {num_pages}")
             numbers = np.arange(num_pages, dtype=np.int64)
-            src = numbers % max(1, scratch.memory.nbytes // nbytes) * nbytes
-            pages = Pages(scratch, there, nbytes, src, numbers * nbytes)
-            self.transfer.write_pages(peer, pages, imm)
+            src = numbers % max(1, messages.PROBE_BYTES // nbytes) * nbytes
+            pages = Pages(self._scratch, link.hello.tail_region, nbytes, src, numbers * nbytes)
+            self.transfer.write_pages(peer, pages, probe.imm)
         except TransferError as error:
             self._reject(peer, 0, str(error), permanent=True)  # a probe is no attempt
 

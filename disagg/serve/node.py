@@ -224,11 +224,9 @@ class Node(Resource):
             trace=self._trace,
         )
 
-    def _register(self, memory: SharedMemory) -> MemoryRegion:
+    def _register(self, block: SharedMemory) -> MemoryRegion:
         writable = self.config.listen is None  # a prefiller's is a source alone
-        where = Memory(
-            address=memory.address, nbytes=memory.nbytes, fd=memory.fd, writable=writable
-        )
+        where = Memory(address=block.address, nbytes=block.nbytes, fd=block.fd, writable=writable)
         return self._transfer.register(where)
 
     # --- Threads ---
