@@ -31,9 +31,8 @@ class Tokenizer:
         if not chat:
             return list(self._inner.encode(prompt))
         if self._inner.chat_template is None:
-            raise ValueError(
-                "the model has no chat template; give the prompt as plain text (--raw)"
-            )
+            why = "the model has no chat template; give the prompt as plain text (--raw)"
+            raise ValueError(why)
         messages = [{"role": "user", "content": prompt}]
         text = self._inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # The template has written the begin token already, if the model wants one.
