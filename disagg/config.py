@@ -71,7 +71,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache of one node, and the tail slots beside it (`kv_layout.TailLayout`). Of
+    """The paged KV cache of one node, and the tail slots beside it (`kv_layout.tail_slot`). Of
     several ranks, each has its heads' part of every page.
 
     `dtype` is one of `ITEMSIZE`; the numbers are at least 1.

@@ -64,53 +64,28 @@ class KVLayout:
         return math.prod(self.page_shape) * self.itemsize
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of all pages of one layer."""
-        return self.num_pages * self.page_bytes
-
-    @property
     def region_bytes(self) -> int:
         """Bytes of the whole region."""
-        return self.num_layers * self.layer_bytes
+        return self.num_layers * self.num_pages * self.page_bytes
 
     def page_offsets(self, layer: int, page_indices: npt.NDArray[np.int64]) -> Offsets:
         """Byte offset in the region of each page of `page_indices` in `layer`."""
-        return layer * self.layer_bytes + page_indices * self.page_bytes
+        return (layer * self.num_pages + page_indices) * self.page_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class TailLayout:
-    """Tail slots: what goes with a prompt beside its KV, one fixed-size slot a request.
+def tail_slot(hidden_bytes: int) -> np.dtype[np.void]:
+    """A tail slot: what goes with a prompt beside its KV, one of fixed size a request.
 
-    slot | words: 3 x u64, little endian | hidden state [hidden_size] at position N-2 | pad
+    slot | attempt_id, first_post_ns, forward_end_ns: u64 | hidden state at position N-2 | pad
 
-    The words are the attempt's id and two times on the prefiller's monotonic clock, in ns: when the
-    attempt's first write was handed to its transfer engine, and when the forward pass of its last
-    chunk ended. The engine takes the latter between the copy of the hidden state and the step's
-    last counter increment, so no poll makes it late.
+    The times are on the prefiller's monotonic clock: when the attempt's first write was handed to
+    its transfer engine, and when the forward pass of its last chunk ended. The engine takes the
+    latter between the copy of the hidden state and the step's last counter increment, so no poll
+    makes it late.
     """
-
-    num_slots: int
-    hidden_size: int
-    itemsize: int
-
-    #: Places of the words at the start of a slot.
-    ATTEMPT_ID, FIRST_POST_NS, FORWARD_END_NS = range(3)
-    HEADER_BYTES = 24
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot, rounded up to a cache line."""
-        return -(-(self.HEADER_BYTES + self.hidden_size * self.itemsize) // 64) * 64
-
-    @property
-    def region_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.num_slots * self.slot_bytes
-
-    def slot_offset(self, slot: int) -> int:
-        """Byte offset of a slot in the tail region."""
-        return slot * self.slot_bytes
+    words = [(name, "<u8") for name in ("attempt_id", "first_post_ns", "forward_end_ns")]
+    up_to_a_cache_line = f"V{-(24 + hidden_bytes) % 64}"
+    return np.dtype([*words, ("hidden", "u1", hidden_bytes), ("pad", up_to_a_cache_line)])
 
 
 def heads_of_rank(num_kv_heads: int, tp: int, rank: int) -> range:

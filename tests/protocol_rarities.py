@@ -22,7 +22,7 @@ from disagg.messenger.messages import (
 )
 from disagg.transfer.interface import MessageReceived, PeerLost
 from tests.adversarial import Connection, Write
-from tests.protocol_scenarios import Scenario, Stranger, connected, ends
+from tests.protocol_scenarios import Scenario, Stranger, connected, ends, peers_of
 from tests.protocol_world import CONFIG, IDENTITY, NUM_LAYERS, Code, World
 
 
@@ -247,8 +247,7 @@ def loss_of_one_prefiller_leaves_the_others(code: Code) -> None:
         world.run_fairly(0.3)
         attempts = dict(world.decode_node.messenger._attempts)
         assert attempts[1].peer != attempts[2].peer
-        ready = world.decode_node.messenger._prefillers.ready()
-        index = next(i for i, p in enumerate(ready) if p.peer == attempts[1].peer)
+        index = peers_of(world).index(attempts[1].peer)
         world.kill(index)
         world.run_fairly(1.0)
         assert clients[0].ended == "local" and clients[1].ended is None
@@ -351,7 +350,7 @@ def requests_that_make_no_sense_are_rejected(code: Code) -> None:
     assert ask_raw(world, fine) == [] and len(node.messenger._attempts) == 1
     assert ask_raw(world, fine) is None, "asked twice under one id"
     world.run_fairly(1.0)
-    hello = msgspec.structs.replace(world.decode_node.messenger._hello, epoch=99)
+    hello = msgspec.structs.replace(world.decode_node.messenger.hello, epoch=99)
     assert ask_raw(world, hello) is None, "a second Hello was taken"
     world.run_fairly(1.0)
     node.stuck = False
@@ -379,7 +378,7 @@ def beats_are_no_greeting(code: Code) -> None:
     for beats in (False, True):
         world = World(25, code=code)
         node = world.prefill_nodes[0]
-        node.messenger._on_hello = lambda *_: None
+        node.messenger._on_message = lambda *_: None
         until = world.now + CONFIG.peer_timeout + 1.0
         while world.now < until and not world.links:
             world.run_fairly(0.1, tick=0.1)

@@ -27,6 +27,7 @@ from disagg.messenger.messages import (
     Role,
     decode,
     encode,
+    probe_pattern,
 )
 from disagg.transfer.interface import ImmReached, Memory, MessageReceived, PeerLost
 from tests.adversarial import FakeTransfer
@@ -51,6 +52,12 @@ def connected(seed: int, code: Code, **settings) -> World:
     num_links = len(world.prefill_nodes) * len(world.decode_nodes)
     assert len(world.links) == num_links, f"links did not come up: {world.links}"
     return world
+
+
+def peers_of(world: World) -> list[int]:
+    """The prefillers to which the decoder is linked, in the order of their nodes."""
+    messenger = world.decode_node.messenger
+    return [p.peer for p in messenger._prefillers if p.peer in messenger._greeted]
 
 
 def ends(world: World, client: Client, *, within: float) -> float:
@@ -304,7 +311,7 @@ def same_process_replaces_its_connection(code: Code) -> None:
     conn = world.network.connections[0]
     end = conn.ends.index(node.transfer)
     decoder = world.decode_node
-    hello = decoder.messenger._hello
+    hello = decoder.messenger.hello
     node.transfer.events.append(MessageReceived(peer=99, data=encode(hello)))
     node.messenger.poll(0)
     assert conn.lost[end], "two connections of one process live side by side"
@@ -336,7 +343,7 @@ def answers_of_others_do_not_count(code: Code) -> None:
     world.run_fairly(0.3)
     messenger, transfer = world.decode_node.messenger, world.decode_node.transfer
     attempt = messenger._attempts[1]
-    other = next(p.peer for p in messenger._prefillers.ready() if p.peer != attempt.peer)
+    other = next(peer for peer in peers_of(world) if peer != attempt.peer)
     for peer, number in ((other, 1), (attempt.peer, 1 << 40 | 1)):
         forged = PrefillStopped(attempt_id=number, permanent=True, why="forged")
         transfer.events.append(MessageReceived(peer=peer, data=encode(forged)))
@@ -360,11 +367,7 @@ def policy_is_followed(code: Code) -> None:
         client = world.submit(8)
         world.run_fairly(0.3)
         asked = world.decode_node.messenger._attempts[1].peer
-        index = next(
-            i
-            for i, p in enumerate(world.decode_node.messenger._prefillers.ready())
-            if p.peer == asked
-        )
+        index = peers_of(world).index(asked)
         other = world.prefill_nodes[1 - index]
         if policy == "retry":  # the first one fails but stays connected: a choice is left
             world.prefill_nodes[index].transfer.reject_after = 0
@@ -440,7 +443,7 @@ def unknown_cancels_are_harmless(code: Code) -> None:
     world.cancel(early)
     world.decode_node.messenger.on_cancel(early.attempt)
     world.decode_node.messenger.on_cancel(4242)
-    peer = world.decode_node.messenger._prefillers.ready()[0].peer
+    peer = peers_of(world)[0]
     world.decode_node.transfer.send(peer, encode(Cancel(attempt_id=4242)))
     late = world.submit(8)
     ends(world, late, within=2.0)
@@ -548,7 +551,9 @@ def probe_is_served(code: Code) -> None:
     probe.target[:] = 0xEE
     wanted = ProbeRequest(page_bytes=32, num_pages=4, imm=7)
     assert ImmReached(imm=7) in probe.hear(wanted)
-    assert (probe.target[:128] == 0).all() and (probe.target[128:] == 0xEE).all()
+    assert (probe.target[:128] == probe_pattern()[:128]).all() and (
+        probe.target[128:] == 0xEE
+    ).all()
     for changes, why in (
         ({"page_bytes": 1 << 30}, "outside its region"),
         ({"num_pages": MAX_PROBE_PAGES + 1}, f"at most {MAX_PROBE_PAGES} pages"),
@@ -651,8 +656,8 @@ def forged_messages_end_one_connection(code: Code) -> None:
 def garbage_ends_the_connection_alone(code: Code) -> None:
     """A message that cannot be read, or is out of place, ends that connection and nothing else."""
     world = connected(11, code)
-    hello: Hello = world.decode_node.messenger._hello
-    peer = world.decode_node.messenger._prefillers.ready()[0].peer
+    hello: Hello = world.decode_node.messenger.hello
+    peer = peers_of(world)[0]
     no_text = encode(Goodbye(why="??")).replace(b"??", b"\xff\xfe")
     version = bytes((PROTOCOL_VERSION,))
     unknown = version + b"\x81\xa4type\xa3foo"
@@ -662,7 +667,7 @@ def garbage_ends_the_connection_alone(code: Code) -> None:
         after = world.submit(5)
         ends(world, after, within=2.0)
         assert after.ended == "ready"
-        new_peer = world.decode_node.messenger._prefillers.ready()[0].peer
+        new_peer = peers_of(world)[0]
         assert new_peer != peer, f"{data!r} was accepted"
         peer = new_peer
     world.heal()

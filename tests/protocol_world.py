@@ -30,13 +30,10 @@ from disagg.hooks import (
     Span,
     StartPrefill,
 )
-from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank, pages_for
+from disagg.kv_layout import KVLayout, PageOrder, heads_of_rank, pages_for, tail_slot
 from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Identity, PrefillRequest, ProtocolError, Role, decode
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import NodeMemory
+from disagg.messenger.messages import Hello, Identity, PrefillRequest, ProtocolError, Role, decode
 from disagg.messenger.prefiller import PrefillerMessenger
-from disagg.messenger.prefillers import Prefillers
 from disagg.messenger.sharding import page_of
 from disagg.request import TransferStats
 from disagg.transfer.imm_counter import ImmCounter
@@ -45,9 +42,10 @@ from tests.adversarial import Connection, FakeTransfer, Network, Write
 
 PAGE_SIZE = 3
 NUM_LAYERS = 3
-#: Number of a node's tail region; its KV regions come after it and the scratch.
-TAIL_REGION, FIRST_KV_REGION = 0, 2
+#: Number of a node's tail region; its KV regions come after it.
+TAIL_REGION, FIRST_KV_REGION = 0, 1
 FREED = 0xEE
+SLOT_BYTES = 64
 #: How far a prefiller's clock is ahead of the decoder's, in seconds.
 CLOCK_AHEAD = 77.25
 VOCAB_SIZE = 1000
@@ -72,7 +70,6 @@ class Code:
 
     prefiller: type = PrefillerMessenger
     decoder: type = DecoderMessenger
-    prefillers: type = Prefillers
     imm_counter: type = ImmCounter
 
 
@@ -126,32 +123,36 @@ class Storage:
             head_dim=1,
             itemsize=1,
         )
-        self.tail = TailLayout(num_slots=num_slots, hidden_size=8, itemsize=1)
         self.kv = [np.full(self.layout.region_bytes, FREED, np.uint8) for _ in self.heads]
-        self.tails = np.full(self.tail.region_bytes, FREED, np.uint8)
-        self.scratch = np.zeros(64, np.uint8)
-        regions = [
+        self.tails = np.full((num_slots, SLOT_BYTES), FREED, np.uint8)
+        self.tail_region, *self.kv_regions = [
             transfer.register(
-                Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=writable)
+                Memory(address=array.ctypes.data, nbytes=array.nbytes, writable=awaits_writes)
             )
-            for array, writable in (
-                (self.tails, awaits_writes),
-                (self.scratch, False),
-                *((kv, awaits_writes) for kv in self.kv),
-            )
+            for array in (self.tails, *self.kv)
         ]
-        self.memory = NodeMemory(
-            layout=self.layout,
-            page=page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
-            tp=tp,
-            kv_regions=tuple(regions[FIRST_KV_REGION:]),
-            tail=self.tail,
-            tail_region=regions[TAIL_REGION],
-            tail_bytes=self.tails,
-            scratch_region=regions[1],
-        )
+        #: What a messenger is told of it.
+        self.memory = {
+            "layout": self.layout,
+            "page": page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
+            "tails": self.tails.ravel().view(tail_slot(8)),
+        }
+        self.tp = tp
         self.page_owner: list[int | None] = [None] * num_pages
         self.slot_owner: list[int | None] = [None] * num_slots
+
+    def hello(self, epoch: int, role: Role, identity: Identity) -> Hello:
+        """What its node says of itself."""
+        return Hello(
+            epoch=epoch,
+            role=role,
+            identity=identity,
+            num_pages=self.layout.num_pages,
+            num_tail_slots=len(self.tails),
+            tp=self.tp,
+            kv_regions=tuple(region.descriptor for region in self.kv_regions),
+            tail_region=self.tail_region.descriptor,
+        )
 
     def page(self, layer: int, page: int) -> list[np.ndarray]:
         """One page of one layer on each rank: uint8 [heads, 2 (K, V), PAGE_SIZE]."""
@@ -167,7 +168,7 @@ class Storage:
 
     def slot(self, slot: int) -> np.ndarray:
         """One tail slot's bytes."""
-        return self.tails[self.tail.slot_offset(slot) :][: self.tail.slot_bytes]
+        return self.tails[slot]
 
     def take(self, owner: int, num_pages: int, rng: random.Random) -> tuple[int, ...] | None:
         """Random free pages, or None."""
@@ -239,21 +240,18 @@ class PrefillNode:
         self.stuck = False
         self.refuses = False
         self.num_asked = 0
-        memory = self.storage.memory
-        wiring = Wiring(
+        self.messenger = world.code.prefiller(
+            **self.storage.memory,
+            kv_regions=self.storage.kv_regions,
+            tail_region=self.storage.tail_region,
             transfer=self.transfer,
-            memory=memory,
-            hello=memory.hello(
-                epoch=epoch,
-                role=Role.PREFILLER,
-                identity=world.prefiller_identity,
-            ),
+            hello=self.storage.hello(epoch, Role.PREFILLER, world.prefiller_identity),
             config=replace(CONFIG, max_open_attempts=world.max_open_attempts),
             clock=self.clock,
             post=self.take,
+            read_counter=lambda: self.counter,
             rng=random.Random(epoch),
         )
-        self.messenger = world.code.prefiller(wiring, lambda: self.counter)
         self.transfer.listen(*address)
 
     def clock(self) -> float:
@@ -378,22 +376,16 @@ class DecodeNode:
         self.abandoned: dict[int, str] = {}  # attempts that await KVEnded, and why
         self.decoding: list[int] = []
         self.next_attempt = first_attempt
-        memory = self.storage.memory
-        hello = memory.hello(epoch=epoch, role=Role.DECODER, identity=world.identity)
-        wiring = Wiring(
+        self.messenger = world.code.decoder(
+            **self.storage.memory,
             transfer=self.transfer,
-            memory=memory,
-            hello=hello,
+            hello=self.storage.hello(epoch, Role.DECODER, world.identity),
             config=replace(CONFIG, on_failure=world.on_failure),
             clock=world.clock,
             post=self.take,
-        )
-        prefillers = world.code.prefillers(
-            [node.address for node in world.prefill_nodes],
-            wiring,
+            addresses=[node.address for node in world.prefill_nodes],
             on_link=lambda address, ready, why: world.links.append((address, ready, why)),
         )
-        self.messenger = world.code.decoder(wiring, prefillers)
 
     def actions(self) -> list[Callable[[], None]]:
         found: list[Callable[[], None]] = [lambda: self.messenger.poll(0), self.step]
@@ -500,7 +492,7 @@ class DecodeNode:
                         f" found {found}, expected {expected}"
                     )
         num_pages = NUM_LAYERS * len(asked.pages) * self.tp
-        num_bytes = num_pages * self.storage.layout.page_bytes + self.storage.tail.slot_bytes
+        num_bytes = num_pages * self.storage.layout.page_bytes + SLOT_BYTES
         assert len(asked.landed) == num_bytes, f"{len(asked.landed)} of {num_bytes} bytes landed"
         assert said.writes == asked.num_writes == asked.expected_count, f"{asked} is not {said}"
         assert said.bytes == num_bytes, f"{num_bytes} bytes came, not {said}"
@@ -708,13 +700,13 @@ class World:
         asked = self.asked[id(write.conn), write.imm]
         layout, held, end = reader.storage.layout, reader.storage, write.offset + len(write.source)
         if write.region == TAIL_REGION:
-            slot = write.offset // held.tail.slot_bytes
+            slot = write.offset // SLOT_BYTES
             assert slot == asked.slot, f"a tail landed in slot {slot}, not in {asked.slot}"
             assert held.slot_owner[slot] == asked.attempt, f"a tail landed in freed slot {slot}"
         else:
             rank = write.region - FIRST_KV_REGION
             assert rank in asked.ranks, f"a write for {asked.ranks} landed on rank {rank}"
-            page = write.offset % layout.layer_bytes // layout.page_bytes
+            page = write.offset // layout.page_bytes % layout.num_pages
             inside = write.offset % layout.page_bytes
             assert inside + len(write.source) <= layout.page_bytes, "a write leaves its page"
             assert page in asked.pages, f"a write landed in foreign page {page}"
@@ -732,8 +724,8 @@ class World:
             write.source[0] ^= 0xFF
         source = source_node.storage
         if write.source_region == TAIL_REGION:
-            owner = source.slot_owner[write.source_offset // source.tail.slot_bytes]
+            owner = source.slot_owner[write.source_offset // SLOT_BYTES]
         else:
-            inside = write.source_offset % source.layout.layer_bytes
-            owner = source.page_owner[inside // source.layout.page_bytes]
+            page = write.source_offset // source.layout.page_bytes
+            owner = source.page_owner[page % source.layout.num_pages]
         assert owner is not None, f"{source_node.address} freed the source of {place} too early"

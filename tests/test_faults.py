@@ -259,7 +259,7 @@ def test_a_prefiller_killed_after_half_of_the_layers(model, oracle, on_failure):
 
 
 def wait_until_connected(decoder, count=1):
-    wait_until(lambda: len(decoder._messenger._prefillers.ready()) == count)
+    wait_until(lambda: len(decoder._messenger._greeted) == count)
 
 
 def test_requests_while_a_prefiller_restarts(model, oracle):

@@ -6,7 +6,7 @@ import torch
 
 from disagg.config import CacheConfig
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.kv_layout import PageOrder, TailLayout
+from disagg.kv_layout import PageOrder, tail_slot
 from disagg.shared_memory import SharedMemory
 from tests.fake_model import fake_config
 
@@ -35,8 +35,8 @@ def test_a_tail_hidden_state_lies_behind_the_words(dtype):
     with KVCache(config, fake_config(hidden_size=10)) as cache:
         hidden = torch.arange(10).to(getattr(torch, dtype)) + 1
         cache.tail_hidden[1].copy_(hidden)
-        start = cache.tail_layout.slot_offset(1) + cache.tail_layout.HEADER_BYTES
-        nbytes = 10 * cache.tail_layout.itemsize
+        start = cache.tails.itemsize + 24
+        nbytes = 10 * hidden.itemsize
         written = cache.tail_memory.bytes[start : start + nbytes]
         assert bytes(written) == bytes(hidden.view(torch.uint8).numpy())
         written[:] = 0
@@ -70,4 +70,4 @@ def test_the_counter_counts_beyond_32_bits():
 
 @pytest.mark.parametrize(("hidden_size", "expected"), [(10, 64), (11, 128), (26, 128), (27, 192)])
 def test_a_tail_slot_is_whole_cache_lines_and_no_more(hidden_size, expected):
-    assert TailLayout(num_slots=1, hidden_size=hidden_size, itemsize=4).slot_bytes == expected
+    assert tail_slot(hidden_size * 4).itemsize == expected

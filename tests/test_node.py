@@ -78,13 +78,13 @@ def test_mixed_requests_at_once(model, oracle, budget):
 
 
 def test_peers_may_write_only_to_memory_that_waits_for_it(model):
-    """A decoder's KV and tails; its scratch, and all that a prefiller has, are sources alone."""
+    """A decoder's KV and tails; all that a prefiller has are sources alone."""
     with pair(model) as nodes:
         ends = (nodes.prefiller, nodes.decoder)
         (of_decoder, of_prefiller) = (
             e._transfer._link(peer) for e in ends for peer in e._transfer._links
         )
-        assert [bool(nbytes) for nbytes in of_decoder.region_bytes] == [True, True, False]
+        assert [bool(nbytes) for nbytes in of_decoder.region_bytes] == [True, True]
         assert of_prefiller.region_bytes == [0, 0, 0]
 
 

@@ -29,10 +29,7 @@ MODULES = (
     "imm_counter",
     "messages",
     "sharding",
-    "node_memory",
     "messenger",
-    "admission",
-    "prefillers",
     "prefiller",
     "decoder",
 )
@@ -78,14 +75,14 @@ VARIANTS = (
     ),
     Variant(
         "2: what differs is refused",
-        "admission",
+        "messenger",
         "if mine != other:",
         "if False:",
         "each_difference_is_refused",
     ),
     Variant(
         "2: every field is compared",
-        "admission",
+        "messenger",
         "in Identity.__struct_fields__:",
         "in Identity.__struct_fields__[:-2]:",
         "each_difference_is_refused",
@@ -101,7 +98,7 @@ VARIANTS = (
         "3: every attempt ends once",
         "decoder",
         "            return  # it ended by itself while the cancel was on its way",
-        "            self._post(KVEnded(attempt=wish))\n            return",
+        "            self.post(KVEnded(attempt=wish))\n            return",
         "cancels_cross_everything",
         KeyError,
     ),
@@ -115,21 +112,21 @@ VARIANTS = (
     Variant(
         "3: freed only when what was posted has arrived",
         "decoder",
-        "self._transfer.lower(attempt.imm, message.posted)",
+        "self.transfer.lower(attempt.imm, message.posted)",
         "self._end(attempt)",
         "cancels_cross_everything",
     ),
     Variant(
         "3: the decoder waits for no more than was posted",
         "decoder",
-        "self._transfer.lower(attempt.imm, message.posted)",
+        "self.transfer.lower(attempt.imm, message.posted)",
         "pass",
         "cancel_gives_back_soon",
     ),
     Variant(
         "3: posting stops before the answer",
         "prefiller",
-        "(self._transfer.withdraw(list(attempt.open_tickets)) or 0)",
+        "(self.transfer.withdraw(list(attempt.open_tickets)) or 0)",
         "0",
         "without_faults",
     ),
@@ -157,8 +154,8 @@ VARIANTS = (
     Variant(
         "5: a silent peer is given up",
         "messenger",
-        "if self._silence[peer] >= self._config.peer_timeout:",
-        "if self._silence[peer] >= 100 * self._config.peer_timeout:",
+        "if self._silence[peer] >= self.config.peer_timeout:",
+        "if self._silence[peer] >= 100 * self.config.peer_timeout:",
         "silence_ends_a_request",
     ),
     Variant(
@@ -169,24 +166,24 @@ VARIANTS = (
         "silent_decoder_is_given_up",
     ),
     Variant(
-        "5: a node beats while it has nothing to say",
-        "prefiller",
-        "return self._links\n",
-        "return []\n",
+        "5: a prefiller beats while it has nothing to say",
+        "messenger",
+        "if now >= self._next_beat:",
+        "if now >= self._next_beat and self.hello.role == 'decoder':",
         "without_faults",
     ),
     Variant(
         "5: a request gets too old",
         "decoder",
-        "elif self._clock() >= attempt.deadline:",
+        "elif self.clock() >= attempt.deadline:",
         "elif False:",
         "queueing_is_not_silence",
     ),
     Variant(
         "5: age is not silence",
         "decoder",
-        "attempt.deadline = self._clock() + self._config.request_timeout",
-        "attempt.deadline = self._clock() + self._config.peer_timeout",
+        "attempt.deadline = self.clock() + self.config.request_timeout",
+        "attempt.deadline = self.clock() + self.config.peer_timeout",
         "queueing_is_not_silence",
     ),
     Variant(
@@ -213,14 +210,14 @@ VARIANTS = (
     Variant(
         "7: the tail carries the id",
         "prefiller",
-        "words[TailLayout.ATTEMPT_ID] = request.attempt_id",
+        'tail["attempt_id"] = request.attempt_id',
         "pass",
         "without_faults",
     ),
     Variant(
         "8: an epoch has one connection",
         "prefiller",
-        "if link.hello.epoch == hello.epoch:",
+        "if greeted.epoch == hello.epoch:",
         "if False:",
         "same_process_replaces_its_connection",
     ),
@@ -234,7 +231,7 @@ VARIANTS = (
     Variant(
         "9: the policy is followed",
         "decoder",
-        "else self._config.on_failure",
+        "else self.config.on_failure",
         "else 'local'",
         "policy_is_followed",
     ),
@@ -247,7 +244,7 @@ VARIANTS = (
     ),
     Variant(
         "9: a retry goes elsewhere first",
-        "prefillers",
+        "decoder",
         "key=lambda p: (p.num_failures, load[p.peer])",
         "key=lambda p: (-p.num_failures, load[p.peer])",
         "policy_is_followed",
@@ -269,9 +266,9 @@ VARIANTS = (
     ),
     Variant(
         "10: what never fits is refused by the decoder",
-        "prefillers",
-        "permanent=len(sizes) == len(self._prefillers)",
-        "permanent=False",
+        "decoder",
+        "permanent = len(pools) == len(self._prefillers)",
+        "permanent = False",
         "never_is_not_later",
     ),
     Variant(
@@ -340,7 +337,7 @@ VARIANTS = (
     Variant(
         "5: a fence that takes long is told",
         "decoder",
-        "self._post(KVStuck(attempt=attempt.fetch.attempt))",
+        "self.post(KVStuck(attempt=attempt.fetch.attempt))",
         "pass",
         "cancelled_while_stopped",
     ),
@@ -403,7 +400,7 @@ VARIANTS = (
     Variant(
         "5: a late Cancel has time",
         "decoder",
-        "attempt.deadline = max(attempt.deadline, self._clock() + self._config.peer_timeout)",
+        "attempt.deadline = max(attempt.deadline, self.clock() + self.config.peer_timeout)",
         "pass",
         "a_cancel_near_the_deadline_has_time",
     ),
@@ -434,21 +431,21 @@ VARIANTS = (
     ),
     Variant(
         "8: one process has one connection, under two names too",
-        "prefillers",
+        "decoder",
         "if twin is not prefiller:",
         "if False:",
         "a_second_name_is_not_a_second_prefiller",
     ),
     Variant(
         "2: page indices are in range",
-        "admission",
+        "prefiller",
         "max(pages, default=0) < theirs.num_pages",
         "True",
         "requests_that_make_no_sense_are_rejected",
     ),
     Variant(
         "2: another count is refused",
-        "admission",
+        "prefiller",
         "request.expected_count == count",
         "True",
         "requests_that_make_no_sense_are_rejected",
@@ -470,8 +467,8 @@ VARIANTS = (
     Variant(
         "9: decode waits for the last write",
         "decoder",
-        "self._transfer.expect(attempt.peer, attempt.imm, count)",
-        "self._transfer.expect(attempt.peer, attempt.imm, max(1, count - 1))",
+        "self.transfer.expect(attempt.peer, attempt.imm, count)",
+        "self.transfer.expect(attempt.peer, attempt.imm, max(1, count - 1))",
         "without_faults",
     ),
     Variant(
@@ -483,9 +480,9 @@ VARIANTS = (
     ),
     Variant(
         "5: a decoder beats",
-        "decoder",
-        "return [prefiller.peer for prefiller in self._prefillers.ready()]",
-        "return []",
+        "messenger",
+        "if now >= self._next_beat:",
+        "if now >= self._next_beat and self.hello.role == 'prefiller':",
         "queueing_is_not_silence",
     ),
     Variant(
@@ -512,7 +509,7 @@ VARIANTS = (
     ),
     Variant(
         "the fastest beat tells the clocks' difference",
-        "prefillers",
+        "decoder",
         "min(prefiller.clock_lag, lag)",
         "lag",
         "exposed_transfer_is_told",
@@ -520,8 +517,8 @@ VARIANTS = (
     Variant(
         "times of a tail are on the prefiller's clock",
         "decoder",
-        "now - lag - words[TailLayout.FORWARD_END_NS]",
-        "now - words[TailLayout.FORWARD_END_NS]",
+        "now - lag - forward_end_ns",
+        "now - forward_end_ns",
         "exposed_transfer_is_told",
     ),
     Variant(
@@ -540,7 +537,7 @@ VARIANTS = (
     ),
     Variant(
         "2: ranks that cannot share the heads are refused",
-        "admission",
+        "messenger",
         "(heads % tp and tp % heads) or",
         "",
         "ranks_that_cannot_share_are_refused",
@@ -548,7 +545,7 @@ VARIANTS = (
     ),
     Variant(
         "2: each rank has a region",
-        "admission",
+        "messenger",
         " or not num_ranks or num_ranks % tp",
         "",
         "ranks_that_cannot_share_are_refused",
@@ -563,7 +560,7 @@ VARIANTS = (
     ),
     Variant(
         "a group that is not there is refused",
-        "admission",
+        "prefiller",
         "request.dp_rank < num_groups",
         "True",
         "requests_that_make_no_sense_are_rejected",
@@ -579,13 +576,13 @@ VARIANTS = (
         "a peer's pages have its own size",
         "prefiller",
         "num_kv_heads=heads)",
-        "num_kv_heads=memory.layout.num_kv_heads)",
+        "num_kv_heads=self.layout.num_kv_heads)",
         "ranks_that_shard_differently",
     ),
     Variant(
         "all ranks that hold the same take part",
         "prefiller",
-        "self._rng.choice(link.plan)",
+        "self.rng.choice(link.plan)",
         "link.plan[0]",
         "ranks_that_shard_differently",
     ),
@@ -606,8 +603,8 @@ VARIANTS = (
     Variant(
         "what came is told by its bytes on all ranks",
         "decoder",
-        "self._memory.tp * layout.num_layers",
-        "layout.num_layers",
+        "self.hello.tp * self.layout.num_layers",
+        "self.layout.num_layers",
         "ranks_that_shard_differently",
     ),
     Variant(
@@ -645,7 +642,6 @@ def load(variant: Variant) -> Code:
         return Code(
             prefiller=sys.modules["disagg.messenger.prefiller"].PrefillerMessenger,
             decoder=sys.modules["disagg.messenger.decoder"].DecoderMessenger,
-            prefillers=sys.modules["disagg.messenger.prefillers"].Prefillers,
             imm_counter=sys.modules["disagg.transfer.imm_counter"].ImmCounter,
         )
     finally:

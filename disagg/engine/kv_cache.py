@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from disagg.config import ITEMSIZE, CacheConfig, ModelConfig
-from disagg.kv_layout import KVLayout, TailLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, heads_of_rank, tail_slot
 from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory
 
@@ -25,10 +25,10 @@ from disagg.shared_memory import SharedMemory
 class KVCache(Resource):
     """All KV pages and tail slots of one of `tp` ranks; zeroed, unless in memory that is `shared`.
 
-    `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`. `layout` and
-    `tail_layout` say where the bytes of a page or slot lie in `memory` and `tail_memory`.
-    `tail_hidden` is a view of the hidden state of every slot, `[num_tail_slots, hidden_size]` in
-    `config.dtype`; `tail_forward_end_ns` of that word of every slot: uint64 `[num_tail_slots]`.
+    `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`, where `layout`
+    says which bytes are a page. `tails` is a view of `tail_memory`: `kv_layout.tail_slot`
+    `[num_tail_slots]`. `tail_hidden` is one of the hidden state of every slot, `[num_tail_slots,
+    hidden_size]` in `config.dtype`; `tail_forward_end_ns` of that word: uint64 `[num_tail_slots]`.
     Pickled, and unpickled in a child process that inherits both descriptors, it is the same memory.
     """
 
@@ -51,14 +51,10 @@ class KVCache(Resource):
             itemsize=ITEMSIZE[config.dtype],
             num_vectors=model.num_kv_vectors,
         )
-        self.tail_layout = TailLayout(
-            num_slots=config.num_tail_slots,
-            hidden_size=model.hidden_size,
-            itemsize=ITEMSIZE[config.dtype],
-        )
+        slot = tail_slot(model.hidden_size * ITEMSIZE[config.dtype])
         self.memory, self.tail_memory = shared or (
             SharedMemory(self.layout.region_bytes, name="disagg-kv"),
-            SharedMemory(self.tail_layout.region_bytes, name="disagg-tail"),
+            SharedMemory(config.num_tail_slots * slot.itemsize, name="disagg-tail"),
         )
 
         dtype = getattr(torch, config.dtype)
@@ -66,13 +62,9 @@ class KVCache(Resource):
         self.layers: list[Tensor] = list(
             pages.view(model.num_layers, config.num_pages, *self.layout.page_shape)
         )
-        slots = torch.frombuffer(self.tail_memory.buffer, dtype=dtype).view(
-            config.num_tail_slots, -1
-        )
-        first = TailLayout.HEADER_BYTES // self.tail_layout.itemsize
-        self.tail_hidden = slots[:, first : first + model.hidden_size]
-        words = self.tail_memory.bytes.view(np.uint64).reshape(config.num_tail_slots, -1)
-        self.tail_forward_end_ns = words[:, TailLayout.FORWARD_END_NS]
+        self.tails = self.tail_memory.bytes.view(slot)
+        self.tail_hidden = torch.from_numpy(self.tails["hidden"]).view(dtype)
+        self.tail_forward_end_ns = self.tails["forward_end_ns"]
 
     def __reduce__(self) -> tuple[object, ...]:
         return KVCache, (*self._made_of, (self.memory, self.tail_memory))

@@ -17,6 +17,8 @@ import enum
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 #: First byte of every message. Raise it with any change of a struct below.
 PROTOCOL_VERSION = 6
@@ -26,8 +28,8 @@ PROTOCOL_VERSION = 6
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 PositiveU32 = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 U64 = Annotated[int, msgspec.Meta(ge=0)]
-#: Most pages a probe gets at once.
-MAX_PROBE_PAGES = 65536
+#: Most pages a probe gets at once, and bytes of the pattern that it gets.
+MAX_PROBE_PAGES, PROBE_BYTES = 65536, 1 << 22
 #: Ranks that share the KV heads. No peer can make us plan for a million.
 TP = Annotated[int, msgspec.Meta(ge=1, le=256)]
 
@@ -144,6 +146,11 @@ class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Message = Hello | PrefillRequest | PrefillStopped | Cancel | Heartbeat | Goodbye | ProbeRequest
 
 
+def probe_pattern() -> npt.NDArray[np.uint8]:
+    """What a prefiller writes to a probe: words of four bytes, each its own index."""
+    return np.arange(PROBE_BYTES // 4, dtype="<u4").view(np.uint8)
+
+
 def encode(message: Message) -> bytes:
     """A message as bytes: the version, then msgpack."""
     return bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode(message)
@@ -151,12 +158,9 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """The message in `data`. ProtocolError if it is of another version or malformed."""
-    if not data or data[0] != PROTOCOL_VERSION:
-        theirs = data[0] if data else "none"
-        raise ProtocolError(
-            f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}; run one release on both"
-            " nodes"
-        )
+    if data[:1] != bytes((PROTOCOL_VERSION,)):
+        versions = f"ours {PROTOCOL_VERSION}, theirs {data[0] if data else 'none'}"
+        raise ProtocolError(f"protocol_version: {versions}; run one release on both nodes")
     try:
         return msgspec.msgpack.decode(data[1:], type=Message)
     # ValueError: some releases of msgspec let a str that is not UTF-8 through as it is.

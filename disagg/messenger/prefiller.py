@@ -12,28 +12,29 @@
                 '--cancelled, failed, peer lost-----> (PrefillStopped)      (ReleasePrefill)
 
 A page is written once per layer: with the chunk that fills its last token, or with the last chunk,
-so the number of writes does not depend on how a prompt is cut into chunks. Who may connect and what
-may be asked is in `admission.py`. One thread makes every call but `on_step_scheduled`.
+so the number of writes does not depend on how a prompt is cut into chunks. Whatever could never be
+served is refused at once. One thread makes every call but `on_step_scheduled`.
 """
 
 import logging
 import math
+import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from disagg.hooks import ReleasePrefill, Span, StartPrefill
-from disagg.kv_layout import KVLayout, TailLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, heads_of_rank, pages_for
 from disagg.messenger import messages
-from disagg.messenger.admission import check_hello, check_request
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
-from disagg.messenger.messenger import Messenger, Wiring
+from disagg.messenger.messenger import Messenger
 from disagg.messenger.pace import Pace
-from disagg.messenger.sharding import Slice, make_plan
-from disagg.transfer.interface import Pages, Peer, Ticket, TransferError, WritesDone
+from disagg.messenger.sharding import Slice, expected_count, make_plan
+from disagg.transfer import interface
+from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferError, WritesDone
 
 logger = logging.getLogger(__name__)
 
@@ -66,33 +67,42 @@ class Attempt(msgspec.Struct, kw_only=True):
     first_post: float = math.inf
 
 
+@dataclass(kw_only=True, eq=False)
 class PrefillerMessenger(Messenger):
-    """See the module's docstring. `read_counter` reads the layer counter."""
+    """See the module's docstring. `read_counter` reads the layer counter, `rng` draws the replica
+    set of each request. Of `kv_regions` each rank has one."""
 
-    def __init__(self, wiring: Wiring, read_counter: Callable[[], int]) -> None:
-        super().__init__(wiring)
-        self._rng = wiring.rng
-        self._read_counter = read_counter
+    kv_regions: Sequence[MemoryRegion]
+    tail_region: MemoryRegion
+    read_counter: Callable[[], int]
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._links: dict[Peer, Link] = {}
         #: By attempt id, which is the job's number, too: those that still hold source pages.
         self._attempts: dict[int, Attempt] = {}
         #: Announced and not at their ends; what `pace.counter` has counted is posted.
         self._steps: deque[tuple[Pace, Sequence[Span]]] = deque()
         self._pause = math.inf  # seconds until the next look at the layer counter
+        #: What a probe may ask for.
+        pattern = self._pattern = messages.probe_pattern()
+        self._scratch = self.transfer.register(
+            interface.Memory(address=pattern.ctypes.data, nbytes=pattern.nbytes, writable=False)
+        )
 
     # --- From the engine, any thread ---
 
     def on_step_scheduled(self, base: int, chunks: Sequence[Span]) -> None:
         """`PrefillHooks`: a step with these chunks starts at counter `base`."""
-        self._steps.append((Pace(base, self._clock()), chunks))
-        self._transfer.wake()
+        self._steps.append((Pace(base, self.clock()), chunks))
+        self.transfer.wake()
 
     # --- The loop ---
 
     def poll(self, timeout: float) -> None:
         """One look at everything: transfer events, the layer counter, the clocks."""
-        timeout = min(timeout, self._config.heartbeat_interval / 2, self._pause)
-        events = self._transfer.poll(timeout)
+        events = self.transfer.poll(min(timeout, self.config.heartbeat_interval / 2, self._pause))
         # Ended tickets first, all of them: only open ones can be withdrawn by what follows.
         for event in events:
             if isinstance(event, WritesDone):
@@ -101,9 +111,6 @@ class PrefillerMessenger(Messenger):
             self._on_event(event)
         self._post_finished_layers()
         self._watch_silence()
-
-    def _greeted(self) -> Collection[Peer]:
-        return self._links
 
     # --- Messages ---
 
@@ -123,16 +130,15 @@ class PrefillerMessenger(Messenger):
                 super()._on_word(peer, message)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
-        check_hello(self._hello, hello, accepts=(Role.DECODER, Role.PROBE))
-        for other, link in self._links.items():
-            if link.hello.epoch == hello.epoch:
+        for other, greeted in self._greeted.items():
+            if greeted.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
-        memory, tp = self._memory, 1 if hello.role == Role.PROBE else hello.tp
-        heads = len(heads_of_rank(memory.page[1], tp, 0))
-        layout = replace(memory.layout, num_pages=hello.num_pages, num_kv_heads=heads)
-        plan = make_plan(memory.page, memory.tp, tp)
+        tp = 1 if hello.role == Role.PROBE else hello.tp
+        heads = len(heads_of_rank(self.page[1], tp, 0))
+        layout = replace(self.layout, num_pages=hello.num_pages, num_kv_heads=heads)
+        plan = make_plan(self.page, self.hello.tp, tp)
         self._links[peer] = Link(peer=peer, hello=hello, layout=layout, plan=plan)
-        self._send(peer, self._hello)
+        self._send(peer, self.hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
     def _on_request(self, peer: Peer, link: Link, request: messages.PrefillRequest) -> None:
@@ -140,33 +146,32 @@ class PrefillerMessenger(Messenger):
             raise ProtocolError(f"a {link.hello.role} has no pages to fill")
         if request.attempt_id in self._attempts:
             raise ProtocolError(f"attempt {request.attempt_id:#x} was asked for twice")
-        if len(self._attempts) >= self._config.max_open_attempts:
+        if len(self._attempts) >= self.config.max_open_attempts:
             why = f"{len(self._attempts)} prompts are in work here already; try again later"
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
-        slices = self._rng.choice(link.plan)
+        slices = self.rng.choice(link.plan)
+        attempt = Attempt(link=link, request=request, slices=slices, opened=self.clock())
         try:
-            check_request(request, layout=self._memory.layout, theirs=link.hello, slices=slices)
-            self._post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
+            check(attempt, self.layout)
+            self.post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
         else:
-            attempt = Attempt(link=link, request=request, slices=slices, opened=self._clock())
             self._attempts[request.attempt_id] = attempt
 
     def _reject(self, peer: Peer, attempt_id: int, why: str, *, permanent: bool) -> None:
         self._send(peer, PrefillStopped(attempt_id=attempt_id, why=why, permanent=permanent))
 
     def _on_probe(self, peer: Peer, link: Link, probe: messages.ProbeRequest) -> None:
-        scratch, num_pages = self._memory.scratch_region, probe.num_pages
-        there, nbytes, imm = link.hello.tail_region, probe.page_bytes, probe.imm
+        num_pages, nbytes = probe.num_pages, probe.page_bytes
         try:
             if num_pages > (most := messages.MAX_PROBE_PAGES):
                 raise TransferError(f"expected at most {most} pages, got {num_pages}")
             numbers = np.arange(num_pages, dtype=np.int64)
-            src = numbers % max(1, scratch.memory.nbytes // nbytes) * nbytes
-            pages = Pages(scratch, there, nbytes, src, numbers * nbytes)
-            self._transfer.write_pages(peer, pages, imm)
+            src = numbers % max(1, messages.PROBE_BYTES // nbytes) * nbytes
+            pages = Pages(self._scratch, link.hello.tail_region, nbytes, src, numbers * nbytes)
+            self.transfer.write_pages(peer, pages, probe.imm)
         except TransferError as error:
             self._reject(peer, 0, str(error), permanent=True)  # a probe is no attempt
 
@@ -186,8 +191,8 @@ class PrefillerMessenger(Messenger):
 
     def _post_finished_layers(self) -> None:
         """Post every layer that the counter has passed; it may have passed several at once."""
-        num_layers = self._memory.layout.num_layers
-        counter, now = self._read_counter(), self._clock()
+        num_layers = self.layout.num_layers
+        counter, now = self.read_counter(), self.clock()
         while self._steps:
             pace, chunks = self._steps[0]
             # What follows the last layer are the tails.
@@ -205,15 +210,15 @@ class PrefillerMessenger(Messenger):
         attempt = self._attempts.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
-        if layer < self._memory.layout.num_layers:
+        if layer < self.layout.num_layers:
             what, writes = f"layer {layer}", self._layer_writes(attempt, chunk, layer)
         else:
             what, writes = "tail", self._tail_writes(attempt, chunk)
         peer, imm = attempt.link.peer, attempt.request.imm
         try:
             for write in writes:
-                ticket = self._transfer.write_pages(peer, write, imm)
-                now = self._clock()
+                ticket = self.transfer.write_pages(peer, write, imm)
+                now = self.clock()
                 attempt.first_post = min(attempt.first_post, now)
                 attempt.open_tickets[ticket] = what, len(write.source_offsets), now
         except TransferError as error:
@@ -223,7 +228,7 @@ class PrefillerMessenger(Messenger):
 
     def _layer_writes(self, attempt: Attempt, chunk: Span, layer: int) -> Iterator[Pages]:
         """Of the pages that a chunk finishes."""
-        layout, link, request = self._memory.layout, attempt.link, attempt.request
+        layout, link, request = self.layout, attempt.link, attempt.request
         first = chunk.first_token // layout.page_size
         end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
         if chunk.tail_slot is not None:
@@ -233,7 +238,7 @@ class PrefillerMessenger(Messenger):
         here = np.fromiter(chunk.page_indices[first:end], np.int64)
         there = np.fromiter(request.page_indices[first:end], np.int64)
         src, dst = layout.page_offsets(layer, here), link.layout.page_offsets(layer, there)
-        ours, theirs = self._memory.kv_regions, link.hello.kv_regions
+        ours, theirs = self.kv_regions, link.hello.kv_regions
         group = theirs[request.dp_rank * link.hello.tp :]
         for s in attempt.slices:
             regions = ours[s.source_rank], group[s.destination_rank]
@@ -242,13 +247,12 @@ class PrefillerMessenger(Messenger):
     def _tail_writes(self, attempt: Attempt, chunk: Span) -> Iterator[Pages]:
         if chunk.tail_slot is None:
             return
-        tail, request = self._memory.tail, attempt.request
-        words = self._memory.tail_words(chunk.tail_slot)
-        words[TailLayout.ATTEMPT_ID] = request.attempt_id
-        words[TailLayout.FIRST_POST_NS] = round(min(attempt.first_post, self._clock()) * 1e9)
-        src, dst = (np.array([tail.slot_offset(s)]) for s in (chunk.tail_slot, request.tail_slot))
-        there = attempt.link.hello.tail_region
-        yield Pages(self._memory.tail_region, there, tail.slot_bytes, src, dst)
+        request, nbytes = attempt.request, self.tails.itemsize
+        tail = self.tails[chunk.tail_slot]
+        tail["attempt_id"] = request.attempt_id
+        tail["first_post_ns"] = round(min(attempt.first_post, self.clock()) * 1e9)
+        src, dst = (np.array([slot * nbytes]) for slot in (chunk.tail_slot, request.tail_slot))
+        yield Pages(self.tail_region, attempt.link.hello.tail_region, nbytes, src, dst)
 
     # --- Ends ---
 
@@ -257,8 +261,8 @@ class PrefillerMessenger(Messenger):
         for attempt in list(self._attempts.values()):
             if ticket in attempt.open_tickets:
                 what, count, start = attempt.open_tickets.pop(ticket)
-                number, now = hex(attempt.request.attempt_id), self._clock()
-                self._trace.span("layer writes", what, start, now, attempt=number, writes=count)
+                number, now = hex(attempt.request.attempt_id), self.clock()
+                self.trace.span("layer writes", what, start, now, attempt=number, writes=count)
                 attempt.num_ended += count
                 self._release_if_idle(attempt)
 
@@ -268,7 +272,7 @@ class PrefillerMessenger(Messenger):
         if not attempt.is_stopped:
             attempt.is_stopped = True
             # None: the peer is lost, and nobody will hear how many there were.
-            posted = attempt.num_ended + (self._transfer.withdraw(list(attempt.open_tickets)) or 0)
+            posted = attempt.num_ended + (self.transfer.withdraw(list(attempt.open_tickets)) or 0)
             stopped = PrefillStopped(attempt_id=attempt.request.attempt_id, why=why, posted=posted)
             self._send(attempt.link.peer, stopped)
         self._release_if_idle(attempt)
@@ -279,6 +283,25 @@ class PrefillerMessenger(Messenger):
         if attempt.open_tickets or not (all_ended or attempt.is_stopped):
             return
         number, name = attempt.request.attempt_id, f"{len(attempt.request.token_ids) - 1} tokens"
-        self._trace.span("prefills", name, attempt.opened, self._clock(), attempt=hex(number))
+        self.trace.span("prefills", name, attempt.opened, self.clock(), attempt=hex(number))
         del self._attempts[number]
-        self._post(ReleasePrefill(job=number))
+        self.post(ReleasePrefill(job=number))
+
+
+def check(attempt: Attempt, layout: KVLayout) -> None:
+    """ValueError for a request whose writes would go to a wrong place, or be more or fewer than the
+    decoder counts. `layout` is ours."""
+    request, theirs = attempt.request, attempt.link.hello
+    pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
+    num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)
+    count = expected_count(attempt.slices, layout.num_layers, num_pages)
+    rules = {
+        f"{num_pages} different pages": len(pages) == len(set(pages)) == num_pages,
+        f"page indices below {theirs.num_pages}": max(pages, default=0) < theirs.num_pages,
+        f"a tail_slot below {theirs.num_tail_slots}": request.tail_slot < theirs.num_tail_slots,
+        f"a dp_rank below {num_groups}": request.dp_rank < num_groups,
+        f"an expected_count of {count}": request.expected_count == count,
+    }
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError(f"expected {', '.join(broken)}; got {request!s:.400}")

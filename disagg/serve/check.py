@@ -27,9 +27,8 @@ import numpy as np
 from disagg.config import ITEMSIZE, RdmaFlags
 from disagg.kv_layout import heads_of_rank
 from disagg.messenger import messages
+from disagg.messenger.decoder import Address
 from disagg.messenger.messages import MAX_PROBE_PAGES, PrefillStopped, ProtocolError, Role
-from disagg.messenger.node_memory import PROBE_BYTES, probe_pattern
-from disagg.messenger.prefillers import Address
 from disagg.serve.exits import EXIT_DONE, EXIT_FAILED
 from disagg.serve.options import given
 from disagg.shared_memory import SharedMemory
@@ -77,13 +76,13 @@ def _rows(probe: _Probe) -> Iterator[tuple[str, str]]:
     yield "prefiller", f"greeted, writes by {probe.transport}"
     yield "model", f"{model.model_fingerprint}, {model.dtype}, {model.num_layers} layers"
     yield "pages", f"{model.page_size} tokens, {model.kv_layout}, {page_bytes} bytes"
-    probe.write(PROBE_BYTES, MOST_BYTES // PROBE_BYTES + 1, PrefillStopped)
-    probe.write(PROBE_BYTES + 1, 1, PrefillStopped)
+    probe.write(messages.PROBE_BYTES, MOST_BYTES // messages.PROBE_BYTES + 1, PrefillStopped)
+    probe.write(messages.PROBE_BYTES + 1, 1, PrefillStopped)
     probe.write(1, MAX_PROBE_PAGES + 1, PrefillStopped)
     yield "refuses", "writes beyond our memory, beyond its own, too many at once"
     median, p99 = 1e3 * np.percentile([probe.write(SMALL, 1) for _ in range(REPEATS)], (50, 99))
     yield "first write", f"{median:.2f} ms after asking (median), {p99:.2f} ms (p99)"
-    sizes = {SMALL, 4 << 10, 16 << 10, 64 << 10, min(max(1, page_bytes), PROBE_BYTES)}
+    sizes = {SMALL, 4 << 10, 16 << 10, 64 << 10, min(max(1, page_bytes), messages.PROBE_BYTES)}
     for nbytes in sorted(sizes):
         rate = _write_rate(probe, nbytes)
         yield f"{nbytes} bytes", f"{nbytes * rate / 1e9:5.2f} GB/s {rate:11,.0f} writes/s"
@@ -107,7 +106,7 @@ class _Probe:
     """One connection: asks, waits at most `PATIENCE` seconds, compares. ProtocolError, one line."""
 
     def __init__(self, engine: TransferEngine, memory: SharedMemory, where: Address) -> None:
-        self._engine, self._landed, self._pattern = engine, memory.bytes, probe_pattern()
+        self._engine, self._landed, self._pattern = engine, memory.bytes, messages.probe_pattern()
         self._imm, self.num_compared = 0, 0
         self._heard: deque[object] = deque()
         region = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd)

@@ -64,7 +64,7 @@ def default_model(cache: Path | None = None) -> Path:
     # Who waits here while another process fetches it has been told so. The kernel lets go of the
     # lock when its holder dies.
     what = f"fetching {MODEL_NAME} (93 MB) and converting it, which takes half a minute"
-    _say(f"{what}, unless another process is at it: then wait for that")
+    print(f"{what}, unless another process is at it: then wait for that", file=sys.stderr)
     with FileLock(cache / "lock"):
         if not folder.exists():
             _build(folder, cache / "building")
@@ -75,7 +75,7 @@ def _build(folder: Path, workplace: Path) -> None:
     shutil.rmtree(workplace, ignore_errors=True)  # what a killed process left
     try:
         convert(_fetch(workplace), workplace / "model").rename(folder)
-        _say(f"{MODEL_NAME} is ready in {folder}")
+        print(f"{MODEL_NAME} is ready in {folder}", file=sys.stderr)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
 
@@ -116,7 +116,3 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     )
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

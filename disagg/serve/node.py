@@ -6,7 +6,7 @@
        v                      |
     messenger thread  poll: layer counter, messages, writes, clocks
        |
-    transfer engine   registered: KV pages, tail slots, scratch     <====> peer node
+    transfer engine   registered: KV pages, tail slots              <====> peer node
 
 Three kinds: a PREFILLER listens and computes for others, a DECODER asks prefillers and generates,
 an UNDIVIDED node has no messenger and does both by itself. If several ranks share the model, the
@@ -32,13 +32,9 @@ from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner, make_runner
 from disagg.engine.scheduler import Scheduler
-from disagg.hooks import EngineEvent
-from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Identity, Role
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import PROBE_BYTES, NodeMemory, probe_pattern
+from disagg.messenger.decoder import Address, DecoderMessenger
+from disagg.messenger.messages import Hello, Identity, Role
 from disagg.messenger.prefiller import PrefillerMessenger
-from disagg.messenger.prefillers import Address, Prefillers
 from disagg.messenger.sharding import page_of
 from disagg.model.rank_group import check_shares
 from disagg.model.shape import read_config
@@ -85,6 +81,8 @@ class Node(Resource):
 
     #: Only if there are peers.
     _transfer: TransferEngine
+    #: From the moment that its model is loaded.
+    _engine: Engine
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
@@ -99,12 +97,20 @@ class Node(Resource):
         role = "prefiller" if config.listen else "decoder" if config.prefillers else "undivided"
         self._trace = Trace(role, on=config.trace is not None)
         self._messenger: PrefillerMessenger | DecoderMessenger | None = None
-        self._engine: Engine | None = None
+        #: Told what a thread died of.
+        self._on_failure: Callable[[str], None] = lambda why: None
         self.address: Address | None = None
         #: What was started or made, to be ended in the opposite order.
         self._held = ExitStack()
         with self._held:
-            self._make_memory()
+            hold = self._held.enter_context
+            if config.trace is not None:
+                self._held.callback(self._trace.write, config.trace)
+            #: One for each rank. Of the tails, those of rank 0 are sent and received.
+            self._kv_caches = [
+                hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
+            ]
+            self._counter = hold(LayerCounter())
             self._start()
             self._held = self._held.pop_all()
 
@@ -114,7 +120,7 @@ class Node(Resource):
         if config.listen is not None or config.prefillers:
             self._transfer = self._build_transfer()
             self._held.callback(self._transfer.close)
-            self._messenger = self._build_messenger(self._transfer)
+            self._messenger = self._build_messenger()
         if self._messenger is not None and config.prefillers:
             while len(self._link_problems) < len(set(config.prefillers)):
                 self._messenger.poll(1.0)  # its clocks bound the wait
@@ -123,6 +129,7 @@ class Node(Resource):
             self._engine = self._build_engine()
         except (RuntimeError, MemoryError) as error:  # too little memory, or a rank was killed
             raise ValueError(f"the model cannot be loaded: {error!r}") from error
+        self._on_failure = self._engine.stop
         if self._failure is not None:  # the messenger died while the weights were loaded
             raise ValueError(self._failure)
         self._start_thread("engine", self._engine.run_forever, self._engine.stop)
@@ -139,7 +146,7 @@ class Node(Resource):
         The answer has text if there is a `stream` to make it. RuntimeError if the node has ended or
         is a prefiller.
         """
-        if self._engine is None or self.config.listen is not None:
+        if self.config.listen is not None:
             raise RuntimeError("a prefiller takes requests from decoders only")
         answer = Answer(request, stream=stream, news=news)
         number = self._engine.submit(request, answer.put)
@@ -162,18 +169,6 @@ class Node(Resource):
 
     # --- Wiring ---
 
-    def _make_memory(self) -> None:
-        config, hold = self.config, self._held.enter_context
-        if config.trace is not None:
-            self._held.callback(self._trace.write, config.trace)
-        #: One for each rank. Of the tails, those of rank 0 are sent and received.
-        self._kv_caches = [
-            hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
-        ]
-        self._counter = hold(LayerCounter())
-        self._scratch = hold(SharedMemory(PROBE_BYTES, name="disagg-scratch"))
-        self._scratch.bytes[:] = probe_pattern()
-
     def _build_engine(self) -> Engine:
         config, messenger = self.config, self._messenger
         runner: Runner | Ranks
@@ -195,40 +190,45 @@ class Node(Resource):
         nics, self._poll_cpus = open_nics(self.config.transport, self.config.rdma)
         return make_engine(self.config.transport, nics)
 
-    def _build_messenger(self, transfer: TransferEngine) -> PrefillerMessenger | DecoderMessenger:
-        memory = self._register_memory(transfer)
-        role = Role.PREFILLER if self.config.listen is not None else Role.DECODER
-        identity = _identity(self.config, self.model_config)
-        hello = memory.hello(epoch=secrets.randbits(64), role=role, identity=identity)
-        self._trace.facts["epoch"] = str(hello.epoch)
-        wiring = Wiring(
-            transfer=transfer,
-            memory=memory,
-            hello=hello,
-            config=self.config.messenger,
-            clock=time.monotonic,
-            post=self._post,
-            trace=self._trace,
+    def _build_messenger(self) -> PrefillerMessenger | DecoderMessenger:
+        config, heads = self.config, self.model_config.num_kv_heads
+        cache, layout = self._kv_caches[0], self._kv_caches[0].layout
+        vector_bytes = layout.head_dim * layout.itemsize
+        kv_regions = [self._register(each.memory) for each in self._kv_caches]
+        tail_region = self._register(cache.tail_memory)
+        hello = Hello(
+            epoch=secrets.randbits(64),
+            role=Role.PREFILLER if config.listen is not None else Role.DECODER,
+            identity=_identity(config, self.model_config),
+            num_pages=layout.num_pages,
+            num_tail_slots=len(cache.tails),
+            tp=config.tp,
+            kv_regions=tuple(region.descriptor for region in kv_regions),
+            tail_region=tail_region.descriptor,
         )
-        if role is Role.PREFILLER:
-            return PrefillerMessenger(wiring, self._counter.read)
-        prefillers = Prefillers(self.config.prefillers, wiring, self._on_link)
-        return DecoderMessenger(wiring, prefillers)
-
-    def _register_memory(self, transfer: TransferEngine) -> NodeMemory:
-        cache, heads = self._kv_caches[0], self.model_config.num_kv_heads
-        layout, vector_bytes = cache.layout, cache.layout.head_dim * cache.layout.itemsize
-        register = partial(_register, transfer, writable=bool(self.config.prefillers))
-        return NodeMemory(
+        self._trace.facts["epoch"] = str(hello.epoch)
+        make: Callable[..., PrefillerMessenger | DecoderMessenger]
+        if config.listen is None:
+            make = partial(DecoderMessenger, addresses=config.prefillers, on_link=self._on_link)
+        else:
+            writer = partial(PrefillerMessenger, kv_regions=kv_regions, tail_region=tail_region)
+            make = partial(writer, read_counter=self._counter.read)
+        return make(
+            transfer=self._transfer,
+            hello=hello,
             layout=layout,
             page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
-            tp=self.config.tp,
-            kv_regions=tuple(register(each.memory) for each in self._kv_caches),
-            tail=cache.tail_layout,
-            tail_region=register(cache.tail_memory),
-            tail_bytes=cache.tail_memory.bytes,
-            scratch_region=_register(transfer, self._scratch, False),
+            tails=cache.tails,
+            config=config.messenger,
+            clock=time.monotonic,
+            post=lambda event: self._engine.post(event),
+            trace=self._trace,
         )
+
+    def _register(self, block: SharedMemory) -> MemoryRegion:
+        writable = self.config.listen is None  # a prefiller's is a source alone
+        where = Memory(address=block.address, nbytes=block.nbytes, fd=block.fd, writable=writable)
+        return self._transfer.register(where)
 
     # --- Threads ---
 
@@ -252,8 +252,7 @@ class Node(Resource):
             logger.info("the %s thread failed", name, exc_info=True)
             self._failure = self._failure or f"the {name} failed: {error!r}"
             self._stopping.set()
-            if self._engine is not None:
-                self._engine.stop(self._failure)
+            self._on_failure(self._failure)
 
     def _run_messenger(self) -> None:
         assert self._messenger is not None, "nothing to run"
@@ -273,15 +272,6 @@ class Node(Resource):
         quiet = problem in ("", self._link_problems.get(address))
         logger.log(logging.INFO if quiet else logging.WARNING, text)
         self._link_problems[address] = problem
-
-    def _post(self, event: EngineEvent) -> None:
-        assert self._engine is not None, f"{event} before there is an engine"
-        self._engine.post(event)
-
-
-def _register(transfer: TransferEngine, memory: SharedMemory, writable: bool) -> MemoryRegion:
-    where = Memory(address=memory.address, nbytes=memory.nbytes, fd=memory.fd, writable=writable)
-    return transfer.register(where)
 
 
 def _identity(config: NodeConfig, model: ModelConfig) -> Identity:

@@ -23,16 +23,14 @@ from disagg.config import CacheConfig, MessengerConfig, SchedulerConfig
 from disagg.engine.kv_cache import KVCache
 from disagg.hooks import FetchKV, KVEnded, ReleasePrefill, StartPrefill
 from disagg.messenger.decoder import DecoderMessenger
-from disagg.messenger.messages import Role
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import NodeMemory
-from disagg.messenger.prefillers import Prefillers
+from disagg.messenger.messages import Hello, Role
 from disagg.messenger.sharding import page_of
 from disagg.model.shape import read_config
 from disagg.serve.default_model import resolve_model
-from disagg.serve.node import Node, NodeConfig, _identity, _register
-from disagg.shared_memory import SharedMemory
+from disagg.serve.node import Node, NodeConfig, _identity
 from disagg.transfer.auto import make_engine
+from disagg.transfer.interface import Memory
+from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
 from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
@@ -55,33 +53,32 @@ def count_only(pipe, num_tokens, address):
     config = config_of(num_tokens, prefillers=(address,))
     model = read_config(config.model)
     events, said = SimpleQueue(), SimpleQueue()
-    with KVCache(config.cache, model) as cache, SharedMemory(8) as scratch:
+    with KVCache(config.cache, model) as cache:
         with make_engine("shm") as transfer:
-            memory = NodeMemory(
+            kv_region, tail_region = (
+                transfer.register(Memory(address=m.address, nbytes=m.nbytes, fd=m.fd))
+                for m in (cache.memory, cache.tail_memory)
+            )
+            messenger = DecoderMessenger(
+                transfer=transfer,
+                hello=Hello(
+                    epoch=1,
+                    role=Role.DECODER,
+                    identity=_identity(config, model),
+                    num_pages=cache.layout.num_pages,
+                    num_tail_slots=len(cache.tails),
+                    kv_regions=(kv_region.descriptor,),
+                    tail_region=tail_region.descriptor,
+                ),
                 layout=cache.layout,
                 page=page_of("HND", cache.layout.page_size, model.num_kv_heads, 4 * model.head_dim),
-                tp=1,
-                kv_regions=(_register(transfer, cache.memory, True),),
-                tail=cache.tail_layout,
-                tail_region=_register(transfer, cache.tail_memory, True),
-                tail_bytes=cache.tail_memory.bytes,
-                scratch_region=_register(transfer, scratch, False),
-            )
-            hello = memory.hello(
-                epoch=1,
-                role=Role.DECODER,
-                identity=_identity(config, model),
-            )
-            wiring = Wiring(
-                transfer=transfer,
-                memory=memory,
-                hello=hello,
+                tails=cache.tails,
                 config=MessengerConfig(),
                 clock=time.monotonic,
                 post=events.put,
+                addresses=[address],
+                on_link=lambda _, ready, why: said.put(why),
             )
-            links = Prefillers([address], wiring, lambda _, ready, why: said.put(why))
-            messenger = DecoderMessenger(wiring, links)
             pages = tuple(range(-(-num_tokens // config.cache.page_size)))
             for attempt in range(1, 1 << 30):
                 while said.empty() or not pipe.poll():

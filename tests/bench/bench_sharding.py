@@ -15,10 +15,8 @@ import numpy as np
 
 from disagg.config import MessengerConfig
 from disagg.hooks import Span
-from disagg.kv_layout import KVLayout, PageOrder, TailLayout, heads_of_rank
+from disagg.kv_layout import KVLayout, PageOrder, heads_of_rank, tail_slot
 from disagg.messenger.messages import Hello, PrefillRequest, Role
-from disagg.messenger.messenger import Wiring
-from disagg.messenger.node_memory import NodeMemory
 from disagg.messenger.prefiller import Attempt, Link, PrefillerMessenger
 from disagg.messenger.sharding import expected_count, make_plan, page_of
 
@@ -28,6 +26,9 @@ class TakesAll:
 
     def __init__(self):
         self.num_tickets = self.num_writes = 0
+
+    def register(self, memory):
+        """Nothing is read."""
 
     def write_pages(self, peer, pages, imm):
         self.num_tickets += 1
@@ -62,18 +63,7 @@ def all_offsets(slices, layouts, num_layers, pages):
 def writer_of(given, layouts, plan, pages):
     """A messenger before a step that computes the whole prompt, and its transfer engine."""
     here, there = layouts
-    tail = TailLayout(num_slots=1, hidden_size=8, itemsize=2)
-    transfer, regions = TakesAll(), (None,) * given.prefill_tp
-    memory = NodeMemory(
-        layout=here,
-        page=(1, 1, 1),
-        tp=given.prefill_tp,
-        kv_regions=regions,
-        tail=tail,
-        tail_region=None,
-        tail_bytes=np.zeros(tail.region_bytes, np.uint8),
-        scratch_region=None,
-    )
+    transfer = TakesAll()
     hello = Hello(
         epoch=1,
         role=Role.DECODER,
@@ -94,15 +84,19 @@ def writer_of(given, layouts, plan, pages):
         expected_count=expected_count(plan[0], given.layers, given.pages),
         dp_rank=0,
     )
-    wiring = Wiring(
+    writer = PrefillerMessenger(
         transfer=transfer,
-        memory=memory,
         hello=hello,
+        layout=here,
+        page=(1, 1, 1),
+        kv_regions=(None,) * given.prefill_tp,
+        tail_region=None,
+        tails=np.zeros(1, tail_slot(16)),
         config=MessengerConfig(),
         clock=time.monotonic,
         post=lambda event: None,
+        read_counter=lambda: given.layers + 1,
     )
-    writer = PrefillerMessenger(wiring, lambda: given.layers + 1)
     link = Link(peer=1, hello=hello, layout=there, plan=plan)
     writer._attempts[1] = Attempt(link=link, request=request, slices=plan[0], opened=0.0)
     token_ids = request.token_ids[:-1]
