@@ -5,7 +5,8 @@ Pure data. Reading and checking a checkpoint's `config.json` is `model/shape.py`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from disagg.kv_layout import PageOrder
@@ -13,6 +14,8 @@ from disagg.kv_layout import PageOrder
 #: Bytes per element of the dtypes that weights and KV pages may have.
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
+#: The most tokens that are guessed at a time.
+MAX_DRAFTS = 8
 #: What the engine does with a request whose remote prefill failed.
 OnFailure = Literal["local", "retry", "fail"]
 
@@ -29,6 +32,9 @@ class ModelConfig:
 
     `num_kv_vectors` are those of a KV head for a token: K and V. With MLA, where `kv_lora_rank` is
     above 0, a token has one KV head and one vector: `head_dim = kv_lora_rank + qk_rope_head_dim`.
+
+    Of the `num_mtp_layers` that the checkpoint has, `num_draft_layers` (0 or 1) are used; they
+    guess `draft_vocab_size` tokens, 0 for all.
     """
 
     vocab_size: int
@@ -66,6 +72,9 @@ class ModelConfig:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     num_mtp_layers: int = 0
+    num_draft_layers: int = 0
+    folder: Path = field(default=Path(), compare=False)
+    draft_vocab_size: int = 0
     weight_block_size: tuple[int, int] | None = None
 
 
@@ -88,11 +97,12 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step: tokens in all (decodes and chunks together) and sequences at once.
 
-    Both are at least 1.
+    Both are at least 1. `speculate` (up to `MAX_DRAFTS`) is how many tokens are guessed at a time.
     """
 
     max_batch_tokens: int = 512
     max_batch_size: int = 256
+    speculate: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

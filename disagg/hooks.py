@@ -43,10 +43,15 @@ class FetchKV(msgspec.Struct, frozen=True, kw_only=True):
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one sequence in one step: positions `[first_token, first_token + len(token_ids))`.
 
-    `number` is the request's or, of a prefill job, the job's. `page_indices` holds every token up
-    to the span's last. `sampling` is set if the step samples a token after the last, which is
-    output token number `output_index` of its request (from 0). The last span of a job, which ends
-    at position N-2, has a `tail_slot`, where the step copies the last hidden state.
+    `number` is the request's or, of a prefill job, the job's. `page_indices` are all that the
+    sequence has. `sampling` is set if the step samples a token after the last, which is output
+    token number `output_index` of its request (from 0). The last span of a job, which ends at
+    position N-2, has a `tail_slot`, where the step copies the last hidden state.
+
+    With speculation, `drafts` are guesses of what follows the tokens, computed with them, and
+    `next_token` is what follows a chunk of a prompt. `num_drafts` guesses are wanted for the next
+    step, as far as the `num_left` tokens that may still come allow. A span that begins after a
+    fetch gets its own first, from the hidden state in tail slot `drafts_from`.
     """
 
     number: int
@@ -56,6 +61,21 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams | None = None
     tail_slot: int | None = None
     output_index: int = 0
+    drafts: tuple[int, ...] = ()
+    next_token: int | None = None
+    num_drafts: int = 0
+    num_left: int = 0
+    drafts_from: int | None = None
+
+    @property
+    def positions(self) -> range:
+        """Of the tokens and the drafts."""
+        return range(self.first_token, self.first_token + len(self.token_ids) + len(self.drafts))
+
+    def num_wanted(self, num_chosen: int) -> int:
+        """How many guesses to make when so many tokens came: one of what is left is never guessed,
+        for it comes with the others."""
+        return max(0, min(self.num_drafts, self.num_left - num_chosen - 1))
 
 
 class PrefillHooks(Protocol):

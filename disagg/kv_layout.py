@@ -15,7 +15,8 @@ latent attention) a token has one vector, K and V of all heads in one: both orde
 
 import enum
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,8 @@ class KVLayout:
     """Byte layout of one rank's KV region for one model.
 
     `num_kv_heads` counts the heads this rank holds; `itemsize` is bytes per element. A head has
-    `num_vectors` vectors a token: K and V or, as the one head of MLA, a latent.
+    `num_vectors` vectors a token: K and V or, as the one head of MLA, a latent. `start` is where
+    the region begins: that of a draft model comes after the model's, in the same memory.
     """
 
     order: PageOrder
@@ -47,6 +49,7 @@ class KVLayout:
     head_dim: int
     itemsize: int
     num_vectors: int = 2
+    start: int = 0
 
     @property
     def page_shape(self) -> tuple[int, ...]:
@@ -69,8 +72,16 @@ class KVLayout:
         return self.num_layers * self.num_pages * self.page_bytes
 
     def page_offsets(self, layer: int, page_indices: npt.NDArray[np.int64]) -> Offsets:
-        """Byte offset in the region of each page of `page_indices` in `layer`."""
-        return (layer * self.num_pages + page_indices) * self.page_bytes
+        """Byte offset in the memory of each page of `page_indices` in `layer`."""
+        return self.start + (layer * self.num_pages + page_indices) * self.page_bytes
+
+
+def stacked(layouts: Iterable[KVLayout]) -> list[KVLayout]:
+    """Of regions that lie one behind the other in one memory."""
+    placed: list[KVLayout] = []
+    for layout in layouts:
+        placed.append(replace(layout, start=sum(before.region_bytes for before in placed)))
+    return placed
 
 
 def tail_slot(hidden_bytes: int) -> np.dtype[np.void]:

@@ -135,7 +135,8 @@ class Output:
     """What the engine delivers: new tokens of a request and, in the last one, how it ended.
 
     `logprobs` has an item for each token if they were asked for, else none. The fields after it are
-    set in the last output only: `error` if the reason is ERROR, `transfer` if KV was fetched.
+    set in the last output only: `error` if the reason is ERROR, `transfer` if KV was fetched,
+    `num_drafts` and `num_accepted` say how many tokens were guessed and how many of them rightly.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -144,3 +145,5 @@ class Output:
     error: str | None = None
     timings: Timings | None = None
     transfer: TransferStats | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0

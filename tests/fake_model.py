@@ -120,7 +120,7 @@ def fake_runner(
 ) -> Runner:
     """A runner of the toy with a cache and a counter of its own."""
     model = model or FakeModel(config, cache.kv_layout)
-    return Runner(model, FakeAttention(), KVCache(cache, model.config), LayerCounter())
+    return Runner(model, FakeAttention(), KVCache(cache, [model.config]), LayerCounter())
 
 
 def fake_scheduler(

@@ -48,8 +48,8 @@ def serve(fd: int) -> None:
     rank, layer, folder = os.environ[GATE].split(maxsplit=2)
     make_runner = ranks.make_runner
 
-    def make_gated(model, cache, counter, group, trace):
-        runner = make_runner(model, cache, counter, group, trace)
+    def make_gated(cache, counter, group, trace):
+        runner = make_runner(cache, counter, group, trace)
         if group.rank == int(rank):
             runner.attention = _Gated(runner.attention, cache.layers[int(layer)], Path(folder))
         return runner

@@ -41,7 +41,7 @@ def main(pipe: Connection, folder: Path, settings: dict[str, Any], moment: Momen
         if (calls[0], layer) == (moment.step, moment.layer):
             pipe.send("held")
             threading.Event().wait()
-        if layer == node.model_config.num_layers:
+        if layer == node._models[0].num_layers:
             calls[0] += 1
 
     copies = itertools.count()

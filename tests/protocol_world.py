@@ -57,6 +57,7 @@ IDENTITY = Identity(
     page_size=PAGE_SIZE,
     num_layers=NUM_LAYERS,
     num_draft_layers=0,
+    draft_model_fingerprint="",
     num_kv_heads=1,
     num_kv_vectors=2,
     head_dim=1,
@@ -131,10 +132,10 @@ class Storage:
             )
             for array in (self.tails, *self.kv)
         ]
+        page = page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1)
         #: What a messenger is told of it.
         self.memory = {
-            "layout": self.layout,
-            "page": page_of(shards.order, PAGE_SIZE, shards.num_kv_heads, vector_bytes=1),
+            "kinds": [(self.layout, page)],
             "tails": self.tails.ravel().view(tail_slot(8)),
         }
         self.tp = tp

@@ -70,6 +70,7 @@ TESTED_IN = {
     "disagg.engine.attempts": "test_engine",
     "disagg.engine.sequence": "test_scheduler",
     "disagg.engine.stopwatch": "test_engine",
+    "disagg.model.mtp": "test_drafter",
     "disagg.messenger.decoder": "test_protocol",
     "disagg.messenger.messages": "test_protocol",
     "disagg.messenger.messenger": "test_protocol",

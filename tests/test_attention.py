@@ -188,7 +188,6 @@ def test_append_writes_the_new_tokens_and_touches_no_other_page(order: PageOrder
 BAD_PLANS = {
     "no new token": (range(5, 5), [7, 2]),
     "page missing": (range(3, 5), [7]),
-    "page too many": (range(3, 4), [7, 2]),
     "no page": (range(1), []),
 }
 
@@ -198,6 +197,15 @@ def test_a_plan_that_describes_no_step_is_refused(positions: range, pages: list[
     attention = attention_for(PageOrder.HND)
     with pytest.raises(ValueError, match=r"\d pages of 4 for positions range\(.*\) of a request"):
         attention.plan([range(3), positions], [[0], pages])
+
+
+def test_pages_behind_the_last_position_are_not_looked_at() -> None:
+    """Nor need they exist."""
+    (sequence,) = make_batch([(6, 2)])
+    pages = dirty_pages(PageOrder.HND, [sequence])
+    more = replace(sequence, page_indices=[*sequence.page_indices, NUM_PAGES + 7])
+    found = [step(attention_for(PageOrder.HND), [each], pages.clone()) for each in (sequence, more)]
+    assert found[0].equal(found[1])
 
 
 @pytest.mark.parametrize("order", ORDERS)

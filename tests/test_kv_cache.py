@@ -15,15 +15,15 @@ from tests.fake_model import fake_config
 @pytest.mark.parametrize("order", list(PageOrder))
 def test_a_page_lies_where_the_layout_says(order, dtype):
     config = CacheConfig(num_pages=5, page_size=4, kv_layout=order, dtype=dtype, num_tail_slots=2)
-    with KVCache(config, fake_config(num_layers=3)) as cache:
+    with KVCache(config, [fake_config(num_layers=3)]) as cache:
         assert len(cache.layers) == 3
-        assert all(layer.shape == (5, *cache.layout.page_shape) for layer in cache.layers)
-        assert cache.memory.nbytes == cache.layout.region_bytes
+        assert all(layer.shape == (5, *cache.layouts[0].page_shape) for layer in cache.layers)
+        assert cache.memory.nbytes == cache.layouts[0].region_bytes
         assert not cache.memory.bytes.any()
         for layer, page in [(0, 0), (1, 4), (2, 3)]:
             cache.layers[layer][page] = 1.5
-            (offset,) = cache.layout.page_offsets(layer, np.array([page]))
-            stop = int(offset) + cache.layout.page_bytes
+            (offset,) = cache.layouts[0].page_offsets(layer, np.array([page]))
+            stop = int(offset) + cache.layouts[0].page_bytes
             assert cache.memory.bytes[offset:stop].any()
             cache.memory.bytes[offset:stop] = 0
             assert not cache.memory.bytes.any(), "bytes outside the page were written"
@@ -32,7 +32,7 @@ def test_a_page_lies_where_the_layout_says(order, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tail_hidden_state_lies_behind_the_words(dtype):
     config = CacheConfig(num_pages=1, page_size=4, dtype=dtype, num_tail_slots=3)
-    with KVCache(config, fake_config(hidden_size=10)) as cache:
+    with KVCache(config, [fake_config(hidden_size=10)]) as cache:
         hidden = torch.arange(10).to(getattr(torch, dtype)) + 1
         cache.tail_hidden[1].copy_(hidden)
         start = cache.tails.itemsize + 24
@@ -44,7 +44,7 @@ def test_a_tail_hidden_state_lies_behind_the_words(dtype):
 
 
 def test_pages_and_counter_can_be_mapped_by_descriptor():
-    cache = KVCache(CacheConfig(num_pages=2, dtype="float32"), fake_config())
+    cache = KVCache(CacheConfig(num_pages=2, dtype="float32"), [fake_config()])
     counter = LayerCounter()
     mapped = SharedMemory(cache.memory.nbytes, fd=cache.memory.fd)
     word = SharedMemory(8, fd=counter.fd)

@@ -55,10 +55,10 @@ class ThreadRanks(Threads):
     def __init__(self, folder, config: CacheConfig, tp: int) -> None:
         super().__init__(tp)
         shape = read_config(folder)
-        self.caches = [KVCache(config, shape, tp) for _ in range(tp)]
+        self.caches = [KVCache(config, [shape], tp) for _ in range(tp)]
         self.counter, *others = (LayerCounter() for _ in range(tp))
         parts = zip(self.caches, [self.counter, *others], self.groups, strict=True)
-        self.runners = [make_runner(folder, *part) for part in parts]
+        self.runners = [make_runner(*part) for part in parts]
         self.increments_per_step = self.runners[0].increments_per_step
 
     def run(self, spans):

@@ -333,4 +333,4 @@ def test_ranks_see_the_memory_of_their_node(model):
         assert all(filled)
         first, second = (cache.layers[0] for cache in node._kv_caches)
         assert not first.equal(second)
-        assert node._kv_caches[0].layout.num_kv_heads == 1
+        assert node._kv_caches[0].layouts[0].num_kv_heads == 1

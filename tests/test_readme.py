@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 #: Defaults that a parser holds as None, and that are not nothing.
-NAMED_DEFAULTS = {"--model": MODEL_NAME}
+NAMED_DEFAULTS = {"--model": MODEL_NAME, "--draft-model": "the model's own draft layer"}
 
 
 def section(title: str, readme: str = README) -> str:
@@ -108,10 +108,10 @@ def test_both_parsers_agree_on_the_flags_they_share() -> None:
 
 
 def test_fields_of_json_are_those_that_are_printed() -> None:
-    found = as_json(0, answered(replace(DONE, error="why")))
+    found = as_json(0, answered(replace(DONE, error="why", num_drafts=3)))
     rows = table(section("Flags"), "field")
     assert set(rows) == set(found)
-    for field in ("usage", "timings_ms", "transfer", "logprobs"):
+    for field in ("usage", "timings_ms", "transfer", "speculation", "logprobs"):
         inner = found[field][0] if field == "logprobs" else found[field]
         assert set(inner) <= set(re.findall(r"\w+", rows[field][0])), field
     assert all(reason in rows["finish_reason"][0] for reason in ("stop", "length", "error"))

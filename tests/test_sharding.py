@@ -142,7 +142,7 @@ def test_writes_of_hnd_do_not_grow_with_tokens(
         assert num_writes(of_hnd) == len(of_hnd) == len(of_nhd) == hnd
         # A run for K and V of each token, but one where both ranks hold the same heads.
         assert num_writes(of_nhd) == (2 * page_size * nhd_rows or hnd)
-        assert expected_count(of_hnd, 94, 256) == 94 * 256 * hnd + 1
+        assert expected_count(256, [(94, of_hnd)]) == 94 * 256 * hnd + 1
 
 
 def test_offsets_of_pages_are_those_of_each_run() -> None:

@@ -91,7 +91,7 @@ def test_chat_is_the_template_and_nothing_more(byte_tokenizer: Tokenizer) -> Non
 
 def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save_byte_tokenizer(tmp_path, chat_template=None))
-    with pytest.raises(ValueError, match="has no chat template; give the prompt as plain text"):
+    with pytest.raises(ValueError, match="it has no chat template; give the prompt as plain text"):
         tokenizer.encode("hi", chat=True)
 
 

@@ -74,7 +74,7 @@ def end_of(event):
 def test_every_layer_of_every_step_and_its_writes_are_there_in_order(files):
     spans = spans_of(files[1])
     assert [step["name"] for step in spans["steps"][:4]] == ["8 tokens"] * 3 + ["5 tokens"]
-    names = [f"layer {layer}" for layer in range(NUM_LAYERS)] + ["norm, tails", "sampling"]
+    names = [f"layer {layer}" for layer in range(NUM_LAYERS)] + ["norm, tails"]  # samples nothing
     assert [e["name"] for e in spans["forward"]] == names * len(spans["steps"])
     first, *others = spans["prefills"]
     assert [first["name"], *sorted(e["name"] for e in others)] == [

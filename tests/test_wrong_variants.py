@@ -238,8 +238,8 @@ VARIANTS = (
     Variant(
         "9: decode waits for the whole count",
         "sharding",
-        "len(s.source_offsets) for s in slices) + 1",
-        "len(s.source_offsets) for s in slices)",
+        "for n, each in kinds for s in each) + 1",
+        "for n, each in kinds for s in each)",
         "queueing_is_not_silence",
     ),
     Variant(
@@ -575,15 +575,15 @@ VARIANTS = (
     Variant(
         "a peer's pages have its own size",
         "prefiller",
-        "num_kv_heads=heads)",
-        "num_kv_heads=self.layout.num_kv_heads)",
+        "num_kv_heads=len(heads_of_rank(heads, tp, 0))",
+        "num_kv_heads=ours.num_kv_heads",
         "ranks_that_shard_differently",
     ),
     Variant(
         "all ranks that hold the same take part",
         "prefiller",
-        "self.rng.choice(link.plan)",
-        "link.plan[0]",
+        "self.rng.choice(plan)",
+        "plan[0]",
         "ranks_that_shard_differently",
     ),
     Variant(
@@ -603,8 +603,8 @@ VARIANTS = (
     Variant(
         "what came is told by its bytes on all ranks",
         "decoder",
-        "self.hello.tp * self.layout.num_layers",
-        "self.layout.num_layers",
+        "self.hello.tp * len(fetch.page_indices)",
+        "len(fetch.page_indices)",
         "ranks_that_shard_differently",
     ),
     Variant(

@@ -7,10 +7,12 @@ enough that grouping, head order and layer order show. Weights are drawn with a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import (
@@ -143,9 +145,41 @@ def make_tiny_llama(
     return folder
 
 
+def add_draft_layer(folder: Path, tokens: Sequence[int] = (), seed: int = 0) -> Path:
+    """Give a tiny model a random layer of multi-token prediction, as published checkpoints have
+    it, with the model's embedding and head once more; it guesses `tokens` only, if there are any.
+    Return `folder`."""
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(seed)
+    tensors, config = load_file(path), json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"]
+    before, prefix = f"model.layers.{last - 1}.", f"model.layers.{last}."
+    hidden = config["hidden_size"]
+    shapes = {
+        prefix + name.removeprefix(before): tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith(before)
+    }
+    shapes |= {f"{prefix}{n}.weight": (hidden,) for n in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{prefix}eh_proj.weight"] = (hidden, 2 * hidden)
+    for name, shape in shapes.items():
+        drawn = torch.rand(*shape, generator=generator)
+        tensors[name] = drawn + 0.5 if "norm" in name else 0.7 * (drawn - 0.5)
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if "lm_head.weight" in tensors:
+        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    config |= {"num_nextn_predict_layers": 1}
+    if tokens:
+        tensors[f"{prefix}shared_head.token_ids"] = torch.tensor(tokens, dtype=torch.int32)
+        config |= {"draft_vocab_size": len(tokens)}
+    path.unlink()  # the old file may still be mapped
+    save_file(tensors, path, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def loaded(folder: Path, dtype: str) -> Transformer:
     """The undivided model in a folder."""
-    return load_model(folder, read_config(folder), dtype)
+    return load_model(read_config(folder), dtype)[0]
 
 
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from functools import partial
 
 from disagg import hooks
 from disagg.engine.attempts import Attempts
+from disagg.engine.drafter import Result
 from disagg.engine.ranks import Ranks
 from disagg.engine.runner import Runner
 from disagg.engine.sampling import Sampled
@@ -186,7 +187,7 @@ class Engine:
         if chunks:
             assert self._prefill_hooks is not None, "prefill jobs come from a messenger"
             self._prefill_hooks.on_step_scheduled(base, chunks)
-        sampled = self._runner.run([span for _, span in step])
+        results = self._runner.run([span for _, span in step])
         added = self._runner.counter.read() - base
         assert added == self._runner.increments_per_step, (
             f"a step must add {self._runner.increments_per_step} to the counter, this added {added}"
@@ -195,26 +196,30 @@ class Engine:
         sizes = [len(span.token_ids) for _, span in step]
         details = {"largest": max(sizes), "sequences": len(sizes)}
         self._trace.span("steps", f"{sum(sizes)} tokens", start, now, **details)
-        for index, (sequence, span) in enumerate(step):
-            self._after_span(sequence, span, sampled.get(index), now)
+        for (sequence, span), result in zip(step, results, strict=True):
+            self._after_span(sequence, span, result, now)
         # What they owned is free by now, so a client that sees its end sees the balance restored.
-        for index, token in sampled.items():
-            sequence, _ = step[index]
-            self._deliver(sequence, sequence.finish, (token,))
+        for (sequence, _), result in zip(step, results, strict=True):
+            if result.tokens:
+                self._deliver(sequence, sequence.finish, tuple(result.tokens))
         return True
 
-    def _after_span(
-        self, sequence: Sequence, span: Span, token: Sampled | None, now: float
-    ) -> None:
-        """Book what a step computed of one sequence, and the token sampled after it."""
-        sequence.num_computed += len(span.token_ids)
+    def _after_span(self, sequence: Sequence, span: Span, result: Result, now: float) -> None:
+        """Book what a step computed of one sequence, and the tokens chosen after it; those behind
+        the end are left out."""
+        sequence.num_computed += len(span.token_ids) + (kept := max(0, len(result.tokens) - 1))
         if sequence.is_job:
             return
         # A fetched tail is for the first step alone, and that has just ended.
         self._scheduler.free_tail_slot(sequence)
-        if token is not None:
+        sequence.drafts = result.drafts
+        for count, token in enumerate(result.tokens, 1):
             sequence.accept(token.token_id)
             sequence.stopwatch.on_token(now)
+            if sequence.finish is not None:
+                del result.tokens[count:]
+        sequence.num_drafts += result.num_drafts
+        sequence.num_accepted += min(kept, len(result.tokens))
         if sequence.finish is not None:
             self._scheduler.release(sequence)
 
@@ -245,8 +250,9 @@ class Engine:
             with self._lock:
                 del self._open[sequence.number]
             watch, moved = sequence.stopwatch, sequence.transfer
-            watch.record(self._trace, f"request {sequence.number}", self._clock())
-            output = replace(output, timings=watch.timings(moved), transfer=moved)
+            guesses = {name: getattr(sequence, name) for name in ("num_drafts", "num_accepted")}
+            watch.record(self._trace, f"request {sequence.number}", self._clock(), **guesses)
+            output = replace(output, timings=watch.timings(moved), transfer=moved, **guesses)
         sequence.on_output(output)
 
     def _end(self, why: str) -> None:

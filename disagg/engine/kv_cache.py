@@ -9,6 +9,8 @@ with the transfer engine.
     counter      | 64-bit word |                                      engine adds, messenger reads
 """
 
+import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from disagg.config import ITEMSIZE, CacheConfig, ModelConfig
-from disagg.kv_layout import KVLayout, heads_of_rank, tail_slot
+from disagg.kv_layout import KVLayout, heads_of_rank, stacked, tail_slot
 from disagg.resource import Resource
 from disagg.shared_memory import SharedMemory
 
@@ -25,8 +27,9 @@ from disagg.shared_memory import SharedMemory
 class KVCache(Resource):
     """All KV pages and tail slots of one of `tp` ranks; zeroed, unless in memory that is `shared`.
 
-    `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`, where `layout`
-    says which bytes are a page. `tails` is a view of `tail_memory`: `kv_layout.tail_slot`
+    `layers[l]` is `[num_pages, *page_shape]` in `config.dtype`, a view of `memory`: those of the
+    model, then those of the draft model, if there is one. `layouts`, one for each of these, say
+    which bytes are a page. `tails` is a view of `tail_memory`: `kv_layout.tail_slot`
     `[num_tail_slots]`. `tail_hidden` is one of the hidden state of every slot, `[num_tail_slots,
     hidden_size]` in `config.dtype`; `tail_forward_end_ns` of that word: uint64 `[num_tail_slots]`.
     Pickled, and unpickled in a child process that inherits both descriptors, it is the same memory.
@@ -35,33 +38,38 @@ class KVCache(Resource):
     def __init__(
         self,
         config: CacheConfig,
-        model: ModelConfig,
+        models: Sequence[ModelConfig],
         tp: int = 1,
         shared: tuple[SharedMemory, SharedMemory] | None = None,
     ) -> None:
-        self._made_of = config, model, tp
-        self.model, self.dtype = model, config.dtype
-        self.layout = KVLayout(
-            order=config.kv_layout,
-            num_layers=model.num_layers,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            num_kv_heads=len(heads_of_rank(model.num_kv_heads, tp, 0)),
-            head_dim=model.head_dim,
-            itemsize=ITEMSIZE[config.dtype],
-            num_vectors=model.num_kv_vectors,
+        self._made_of = config, models, tp
+        self.models, self.dtype = models, config.dtype
+        self.layouts = stacked(
+            KVLayout(
+                order=config.kv_layout,
+                num_layers=each.num_layers + each.num_draft_layers,
+                num_pages=config.num_pages,
+                page_size=config.page_size,
+                num_kv_heads=len(heads_of_rank(each.num_kv_heads, tp, 0)),
+                head_dim=each.head_dim,
+                itemsize=ITEMSIZE[config.dtype],
+                num_vectors=each.num_kv_vectors,
+            )
+            for each in models
         )
-        slot = tail_slot(model.hidden_size * ITEMSIZE[config.dtype])
+        slot = tail_slot(models[0].hidden_size * ITEMSIZE[config.dtype])
         self.memory, self.tail_memory = shared or (
-            SharedMemory(self.layout.region_bytes, name="disagg-kv"),
+            SharedMemory(sum(each.region_bytes for each in self.layouts), name="disagg-kv"),
             SharedMemory(config.num_tail_slots * slot.itemsize, name="disagg-tail"),
         )
 
         dtype = getattr(torch, config.dtype)
         pages = torch.frombuffer(self.memory.buffer, dtype=dtype)
-        self.layers: list[Tensor] = list(
-            pages.view(model.num_layers, config.num_pages, *self.layout.page_shape)
-        )
+        self.layers: list[Tensor] = []
+        for layout in self.layouts:
+            shape = layout.num_layers, config.num_pages, *layout.page_shape
+            first = layout.start // layout.itemsize
+            self.layers += pages[first : first + math.prod(shape)].view(shape)
         self.tails = self.tail_memory.bytes.view(slot)
         self.tail_hidden = torch.from_numpy(self.tails["hidden"]).view(dtype)
         self.tail_forward_end_ns = self.tails["forward_end_ns"]

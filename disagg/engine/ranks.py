@@ -27,9 +27,9 @@ from typing import cast
 
 import torch
 
+from disagg.engine.drafter import Result
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import make_runner
-from disagg.engine.sampling import Sampled
 from disagg.hooks import Span
 from disagg.model.rank_group import RankGroup, block_bytes
 from disagg.resource import Resource
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 class Ranks(Resource):
     """A process for each of `caches`, which computes in that memory; once made, all have loaded.
 
-    `folder` is the model's. `counter` and `increments_per_step` are as those of a `Runner`. Rank
-    0's forward passes are in the `trace`. ValueError if the model cannot be loaded, RuntimeError if
-    a rank fails or ends otherwise.
+    `counter` and `increments_per_step` are as those of a `Runner`. Rank 0's forward passes are in
+    the `trace`. ValueError if the model cannot be loaded, RuntimeError if a rank fails or ends
+    otherwise.
     """
 
     #: What a rank's process runs; its argument is the descriptor of its pipe. An interrupt ends
@@ -57,7 +57,6 @@ class Ranks(Resource):
 
     def __init__(
         self,
-        folder: Path,
         caches: Sequence[KVCache],
         counter: LayerCounter,
         trace: Trace | None = None,
@@ -73,7 +72,7 @@ class Ranks(Resource):
                 self._start(cache, meeting)
             for rank, cache in enumerate(caches):
                 place = rank, len(caches), self._block, meeting
-                work = folder.resolve(), cache, counter, self._trace.on
+                work = cache, counter, self._trace.on
                 self._pipes[rank].send((place, work))
             self.increments_per_step = cast("int", self._hear(self._pipes))
         except BaseException:
@@ -82,14 +81,14 @@ class Ranks(Resource):
         finally:
             os.close(meeting)
 
-    def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
+    def run(self, spans: Sequence[Span]) -> list[Result]:
         """As `Runner.run`. RuntimeError if a rank has failed or ended."""
         data = ForkingPickler.dumps(spans)
         with suppress(BrokenPipeError):  # its end is heard of below
             for pipe in self._pipes:
                 pipe.send_bytes(data)
         heard = self._hear(self._pipes[:1])
-        sampled, traced = cast("tuple[dict[int, Sampled], list[TraceSpan]]", heard)
+        sampled, traced = cast("tuple[list[Result], list[TraceSpan]]", heard)
         self._trace.add(traced)
         return sampled
 
@@ -181,13 +180,13 @@ def _end_with_node(fd: int) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    (rank, tp, block, meeting), (folder, cache, counter, traced) = pipe.recv()
+    (rank, tp, block, meeting), (cache, counter, traced) = pipe.recv()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // tp))
     group = RankGroup(rank, tp, block)
     group.meet(meeting)
     trace = Trace(on=traced and rank == 0)
     # Nobody reads what the other ranks count.
-    runner = make_runner(folder, cache, counter if rank == 0 else LayerCounter(), group, trace)
+    runner = make_runner(cache, counter if rank == 0 else LayerCounter(), group, trace)
     pipe.send(runner.increments_per_step)
     while True:
         sampled = runner.run(pipe.recv())

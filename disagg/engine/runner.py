@@ -3,22 +3,23 @@
 What to run was decided in `scheduler.py`; the mathematics is in `model/`.
 
     spans -> token ids, positions -> attention.plan(...)
-    layer 0 | +1 | layer 1 | +1 | ... | final norm | tail copies | +1 | logits of some rows
+    layer 0 | +1 | layer 1 | +1 | ... | final norm | logits of some rows -> tokens
+    [draft's layers, each | +1 | -> guesses] | tail copies | +1
 
 The last increment releases the tails, so it comes after the copies. It is made in every step, also
-in one without a tail: a step always adds `num_layers + 1`, which the messenger's arithmetic needs.
+in one without a tail: a step always adds one more than there are layers, those that guess included,
+which the messenger's arithmetic needs.
 """
 
 import time
 from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from disagg.engine.drafter import Drafter, Result
 from disagg.engine.kv_cache import KVCache, LayerCounter
-from disagg.engine.sampling import Sampled, sample
+from disagg.engine.sampling import sample
 from disagg.hooks import Span
 from disagg.model.attention import TorchPagedAttention
 from disagg.model.rank_group import RankGroup
@@ -28,18 +29,23 @@ from disagg.trace import Trace
 
 
 def make_runner(
-    folder: Path,
     kv_cache: KVCache,
     counter: LayerCounter,
     group: RankGroup | None = None,
     trace: Trace | None = None,
 ) -> "Runner":
-    """The model in `folder`, loaded in the dtype of the cache, to compute in that memory; with a
-    `group`, this rank's share of the model. ValueError as `load_model`."""
-    model = load_model(folder, kv_cache.model, kv_cache.dtype, group)
-    layout, dtype = kv_cache.layout, getattr(torch, kv_cache.dtype)
-    attention = TorchPagedAttention(layout, group_size=model.group_size, dtype=dtype)
-    return Runner(model, attention, kv_cache, counter, trace)
+    """The models that the cache has pages for, loaded in its dtype, to compute in that memory; with
+    a `group`, this rank's share of them. ValueError as `load_model`."""
+    dtype = getattr(torch, kv_cache.dtype)
+    models, attentions = [], []
+    for config, layout in zip(kv_cache.models, kv_cache.layouts, strict=True):
+        model, mtp = load_model(config, kv_cache.dtype, group)
+        models.append(model)
+        attentions.append(TorchPagedAttention(layout, group_size=model.group_size, dtype=dtype))
+    source = models[1] if models[1:] else mtp
+    layers, tails = kv_cache.layers[models[0].config.num_layers :], kv_cache.tail_hidden
+    drafter = None if source is None else Drafter(source, attentions[-1], layers, tails)
+    return Runner(models[0], attentions[0], kv_cache, counter, drafter, trace)
 
 
 class Runner:
@@ -52,6 +58,7 @@ class Runner:
         attention: TorchPagedAttention,
         kv_cache: KVCache,
         counter: LayerCounter,
+        drafter: Drafter | None = None,
         trace: Trace | None = None,
     ) -> None:
         self.model = model
@@ -59,49 +66,71 @@ class Runner:
         self.kv_cache = kv_cache
         self.counter = counter
         self._trace = trace or Trace()
+        self._drafter = drafter
 
     @property
     def increments_per_step(self) -> int:
         """What every step adds to the counter."""
-        return self.model.config.num_layers + 1
+        return len(self.kv_cache.layers) + 1
 
     @torch.inference_mode()
-    def run(self, spans: Sequence[Span]) -> dict[int, Sampled]:
-        """Compute all spans; return the tokens sampled after some, by the span's index."""
+    def run(self, spans: Sequence[Span]) -> list[Result]:
+        """Compute all spans; return what came of each."""
         self._trace.lap("forward")
-        rows = [range(s.first_token, s.first_token + len(s.token_ids)) for s in spans]
+        if self._drafter is not None:
+            spans = self._drafter.after_fetch(spans)
+        rows = [span.positions for span in spans]
         self.attention.plan(rows, [span.page_indices for span in spans])
-        token_ids = torch.tensor([token for span in spans for token in span.token_ids])
-        positions = torch.tensor([position for span_rows in rows for position in span_rows])
         hidden = self.model.forward(
-            token_ids, positions, self.kv_cache.layers, self.attention, self._count
+            torch.tensor([token for span in spans for token in (*span.token_ids, *span.drafts)]),
+            torch.tensor([position for of_span in rows for position in of_span]),
+            self.kv_cache.layers[: self.model.config.num_layers],
+            self.attention,
+            self._count,
         )  # [tokens, hidden_size]
-        last_rows = [end - 1 for end in accumulate(map(len, rows))]
-        for span, row in zip(spans, last_rows, strict=True):
+        by_span = torch.split(hidden, list(map(len, rows)))
+        results = self._choose(spans, by_span)
+        if self._drafter is not None:
+            self._drafter.follow(spans, by_span, results, self._count)
+        for span, states in zip(spans, by_span, strict=True):
             if span.tail_slot is not None:
-                self.kv_cache.tail_hidden[span.tail_slot].copy_(hidden[row])
+                self.kv_cache.tail_hidden[span.tail_slot].copy_(states[-1])
                 self.kv_cache.tail_forward_end_ns[span.tail_slot] = time.monotonic_ns()
         self._count()
-        sampled = self._sample(spans, hidden, last_rows)
-        self._trace.lap("forward", "sampling")
-        return sampled
+        return results
 
     def _count(self) -> None:
         """A layer, or the step, has ended. Traced first: whoever sees the count comes later."""
         if self._trace.on:
             layer = self.counter.read() % self.increments_per_step
-            last = layer == self.model.config.num_layers
+            last = layer == len(self.kv_cache.layers)
             self._trace.lap("forward", "norm, tails" if last else f"layer {layer}")
         self.counter.add()
 
-    def _sample(
-        self, spans: Sequence[Span], hidden: Tensor, last_rows: list[int]
-    ) -> dict[int, Sampled]:
-        """Logits are computed for the rows that are sampled from, and for no others."""
-        who = {i: span.sampling for i, span in enumerate(spans) if span.sampling is not None}
-        if not who:
-            return {}
-        rows = hidden[[last_rows[i] for i in who]]  # [len(who), hidden_size]
-        indices = [spans[i].output_index for i in who]
-        found = sample(self.model.logits(rows), list(who.values()), indices)
-        return dict(zip(who, found, strict=True))
+    def _choose(self, spans: Sequence[Span], hidden: Sequence[Tensor]) -> list[Result]:
+        """The tokens after the spans that are sampled from: the one after the last known token and,
+        as long as it is what was guessed, the next one.
+
+        That keeps a guess as often as the model gives it (with guesses that are certain of
+        themselves, the test of speculative sampling), and chooses what it would without guesses.
+        """
+        places = [
+            (i, place, span.sampling, span.output_index + place)
+            for i, span in enumerate(spans)
+            if span.sampling is not None
+            for place in range(1 + len(span.drafts))
+        ]
+        results = [Result(num_drafts=len(span.drafts)) for span in spans]
+        if places:
+            self._trace.lap("forward", "norm")
+            rows = torch.stack(
+                [hidden[i][len(spans[i].token_ids) - 1 + n] for i, n, _, _ in places]
+            )
+            _, _, params, indices = zip(*places, strict=True)
+            found = sample(self.model.logits(rows), params, indices)
+            for (i, place, _, _), token in zip(places, found, strict=True):
+                kept = [each.token_id for each in results[i].tokens]
+                if kept == list(spans[i].drafts[:place]):
+                    results[i].tokens.append(token)
+            self._trace.lap("forward", "sampling")
+        return results

@@ -86,10 +86,9 @@ class Scheduler:
         self._check_prompt(token_ids)
         if len(token_ids) < 2:
             raise ValueError("a prompt of 1 token leaves nothing to prefill; decode it where it is")
-        tokens = list(token_ids[:-1])
-        self._check_fits(len(tokens), f"{len(tokens)} tokens to prefill")
-        place, count = next(self._arrivals), len(tokens)
-        return Sequence(number=job, arrival=place, tokens=tokens, num_prompt_tokens=count)
+        place, count = next(self._arrivals), len(token_ids) - 1
+        self._check_fits(count, f"{count} tokens to prefill")
+        return Sequence(number=job, arrival=place, tokens=list(token_ids), num_prompt_tokens=count)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that was queued before gets its old place back."""
@@ -136,7 +135,7 @@ class Scheduler:
             span = self._cut_span(sequence, budget)
             if span is not None:
                 step.append((sequence, span))
-                budget -= len(span.token_ids)
+                budget -= len(span.token_ids) + len(span.drafts)
         return step
 
     def release(self, sequence: Sequence) -> None:
@@ -157,19 +156,31 @@ class Scheduler:
     def _cut_span(self, sequence: Sequence, budget: int) -> Span | None:
         """The next tokens of a running sequence, or None if its last chunk must wait for a slot, or
         it is a job that has computed everything."""
-        count = min(sequence.num_pending, budget)
+        speculates = bool(self.limits.speculate)
+        count = sequence.num_pending
+        if speculates and not sequence.is_decoding and not sequence.is_job:
+            count -= 1  # split or not, the last prompt token is the first that guesses follow
+        count = min(count, budget)
         is_last = count == sequence.num_pending
         if count == 0 or (sequence.is_job and is_last and not self._take_slot(sequence)):
             return None
         end = sequence.num_computed + count
+        in_prompt = sequence.is_job or end < sequence.num_prompt_tokens - 1
+        num_left = 0 if in_prompt else sequence.max_tokens - sequence.num_output_tokens
+        follows = sequence.tokens[end : end + 1] if speculates else ()
         return Span(
             number=sequence.number,
             first_token=sequence.num_computed,
             token_ids=tuple(sequence.tokens[sequence.num_computed : end]),
-            page_indices=sequence.page_indices[: pages_for(end, self.cache.page_size)],
+            page_indices=sequence.page_indices,
             sampling=sequence.sampling if is_last else None,
             tail_slot=sequence.tail_slot if is_last and sequence.is_job else None,
             output_index=sequence.num_output_tokens,
+            drafts=sequence.drafts[: min(num_left, budget) - 1],
+            next_token=follows[0] if follows else None,
+            num_drafts=self.limits.speculate,
+            num_left=num_left,
+            drafts_from=None if sequence.is_job or not speculates else sequence.tail_slot,
         )
 
     def _take_slot(self, sequence: Sequence) -> bool:

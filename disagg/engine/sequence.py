@@ -28,10 +28,11 @@ OnOutput = Callable[[Output], None]
 class Sequence:
     """`number` is the request's or the job's, `arrival` its place among all that came.
 
-    `tokens` is the prompt, then the output; of a job, which has no `sampling`, only those that it
-    computes. `num_computed` of them have their KV in `page_indices`. `max_tokens` bounds the
-    output. `remote` asks for positions 0..N-2, of which there are some, to be fetched; `attempt`
-    names the fetch under way, and `transfer` says what one that is over has moved.
+    `tokens` is the prompt, then the output; of a job, which has no `sampling`, the last one is not
+    computed. `num_computed` of them have their KV in `page_indices`. `max_tokens` bounds the
+    output. `drafts` guess what follows; `num_drafts` were checked so far, `num_accepted` right.
+    `remote` asks for positions 0..N-2, of which there are some, to be fetched; `attempt` names the
+    fetch under way, and `transfer` says what one that is over has moved.
     """
 
     number: int
@@ -45,6 +46,9 @@ class Sequence:
     on_output: OnOutput = lambda output: None
 
     num_computed: int = 0
+    drafts: tuple[int, ...] = ()
+    num_drafts: int = 0
+    num_accepted: int = 0
     page_indices: tuple[int, ...] = ()
     tail_slot: int | None = None
     attempt: int | None = None
@@ -66,7 +70,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens that are known and wait to be computed."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) - self.num_computed - self.is_job
 
     @property
     def is_decoding(self) -> bool:

@@ -41,13 +41,13 @@ class Stopwatch:
             inter_token_p99=gaps[-(-99 * len(gaps) // 100) - 1] if gaps else None,
         )
 
-    def record(self, trace: Trace, track: str, now: float) -> None:
+    def record(self, trace: Trace, track: str, now: float, **details: float) -> None:
         """The request has ended: what it spent its time with, as spans."""
         self.reach("ended", now)
         spans = {"queued": "started", "prefill": "prefilled", "decode": "ended"}
         for name, (start, end) in zip(spans, pairwise(["submitted", *spans.values()]), strict=True):
             if self._between(start, end) is not None:
-                trace.span(track, name, self._times[start], self._times[end])
+                trace.span(track, name, self._times[start], self._times[end], **details)
 
     def _between(self, start: str, end: str) -> float | None:
         known = start in self._times and end in self._times

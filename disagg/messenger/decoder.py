@@ -58,7 +58,7 @@ class Prefiller(msgspec.Struct, kw_only=True):
 
     address: Address
     peer: Peer = 0
-    slices: tuple[Slice, ...] = ()
+    kinds: Sequence[tuple[int, Sequence[Slice]]] = ()
     retry_at: float = 0.0
     num_failures: int = 0
     delay: float = 0.0
@@ -163,7 +163,10 @@ class DecoderMessenger(Messenger):
             raise ProtocolError("the prefiller {}:{} again".format(*twin.address))
         prefiller.epoch, prefiller.delay = hello.epoch, 0.0
         # Any of the replica sets: all have the same count, and that is all they are for here.
-        prefiller.slices = make_plan(self.page, hello.tp, self.hello.tp)[0]
+        prefiller.kinds = [
+            (layout.num_layers, make_plan(page, hello.tp, self.hello.tp)[0])
+            for layout, page in self.kinds
+        ]
         self.on_link(prefiller.address, True, "ready")
 
     def _on_beat(self, prefiller: Prefiller, clock_ns: int) -> None:
@@ -220,7 +223,7 @@ class DecoderMessenger(Messenger):
             return
         load = Counter(other.peer for other in self._attempts.values())
         chosen = min(able, key=lambda p: (p.num_failures, load[p.peer]))
-        count = expected_count(chosen.slices, self.layout.num_layers, num_pages)
+        count = expected_count(num_pages, chosen.kinds)
         attempt.move(AttemptState.REQUESTED)
         attempt.deadline = self.clock() + self.config.request_timeout
         attempt.prefiller, attempt.peer = chosen, chosen.peer
@@ -306,7 +309,8 @@ class DecoderMessenger(Messenger):
         assert attempt.prefiller is not None, "moved by nobody"
         attempt.prefiller.num_failures = 0
         fetch, lag = attempt.fetch, attempt.prefiller.clock_lag
-        num_pages = self.hello.tp * self.layout.num_layers * len(fetch.page_indices)
+        page_bytes = sum(layout.num_layers * layout.page_bytes for layout, _ in self.kinds)
+        num_pages = self.hello.tp * len(fetch.page_indices)
         _, first_post_ns, forward_end_ns, *_ = self.tails[fetch.tail_slot].item()
         now = self.clock()
         exposed = max(0.0, now - lag - forward_end_ns / 1e9)
@@ -316,7 +320,7 @@ class DecoderMessenger(Messenger):
             prefiller="{}:{}".format(*attempt.prefiller.address),
             transport=attempt.transport,
             writes=attempt.count,
-            bytes=num_pages * self.layout.page_bytes + self.tails.itemsize,
+            bytes=num_pages * page_bytes + self.tails.itemsize,
             retries=fetch.retries,
             exposed=exposed,
             span=span,

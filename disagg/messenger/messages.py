@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 #: First byte of every message. Raise it with any change of a struct below.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 #: Bounded on arrival, so that no peer can make an offset overflow.
@@ -59,6 +59,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     num_layers: int
     num_draft_layers: int
+    draft_model_fingerprint: str
     num_kv_heads: int
     num_kv_vectors: int
     head_dim: int

@@ -9,7 +9,7 @@ Whatever would make bytes wrong is refused in Hello, by name and with both value
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,15 +33,15 @@ ACCEPTS = {Role.PREFILLER: (Role.DECODER, Role.PROBE), Role.DECODER: (Role.PREFI
 class Messenger(ABC):
     """One half of the hand-over; see the module's docstring.
 
-    `hello` is what this node says of itself. `layout` is that of each rank's KV region, `page` one
-    of the whole model, whose heads the ranks share. `tails` is a view of the tail region:
-    `kv_layout.tail_slot` `[num_tail_slots]`. `post` tells the engine, `clock` is seconds.
+    `hello` is what this node says of itself. `kinds` are, for the model and perhaps a draft model,
+    the layout of each rank's region and a page of the whole model, whose heads the ranks share.
+    `tails` is a view of the tail region: `kv_layout.tail_slot` `[num_tail_slots]`. `post` tells the
+    engine, `clock` is seconds.
     """
 
     transfer: TransferEngine
     hello: Hello
-    layout: KVLayout
-    page: Page
+    kinds: Sequence[tuple[KVLayout, Page]]
     tails: npt.NDArray[np.void]
     config: MessengerConfig
     clock: Callable[[], float]
@@ -100,10 +100,9 @@ class Messenger(ABC):
                 try:
                     self._on_message(event.peer, messages.decode(event.data))
                 except ProtocolError as error:
-                    if event.peer in self._greeted:
-                        self._close_peer(event.peer, str(error))
-                    else:  # of another version: shows it ours
-                        self._refuse(event.peer, str(error))
+                    # Refused, one of another version is shown ours.
+                    end = self._close_peer if event.peer in self._greeted else self._refuse
+                    end(event.peer, str(error))
             case PeerLost():
                 self._silence.pop(event.peer, None)
                 self._greeted.pop(event.peer, None)
@@ -122,7 +121,7 @@ class Messenger(ABC):
             case messages.Goodbye():
                 self._close_peer(peer, message.why)
             case Hello() if not is_greeted:
-                check_hello(self.hello, message)
+                check_hello(self.hello, message, self.kinds)
                 self._on_hello(peer, message)
                 self._greeted[peer] = message
             case _ if isinstance(message, Hello) or not is_greeted:
@@ -145,7 +144,7 @@ class Messenger(ABC):
         """A connection is over, greeted or not."""
 
 
-def check_hello(ours: Hello, theirs: Hello) -> None:
+def check_hello(ours: Hello, theirs: Hello, kinds: Sequence[tuple[KVLayout, Page]]) -> None:
     """ProtocolError if this pair cannot work. The text is for people on both sides."""
     if theirs.role not in (accepts := ACCEPTS[ours.role]):
         raise ProtocolError(
@@ -162,9 +161,10 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
                 f"{name} differs: {ours.role} {mine}, {theirs.role} {other};"
                 " start both nodes with the same model and flags"
             )
-    tp, heads, num_ranks = theirs.tp, theirs.identity.num_kv_heads, len(theirs.kv_regions)
-    if (heads % tp and tp % heads) or not num_ranks or num_ranks % tp:
-        raise ProtocolError(
-            f"tp does not fit: {ours.role} {ours.tp}, {theirs.role} {tp} for {heads} KV heads and"
-            f" {num_ranks} KV regions; expected a divisor or a multiple of {heads}, a region a rank"
-        )
+    tp, num_ranks = theirs.tp, len(theirs.kv_regions)
+    for _, (_, heads, _) in kinds:
+        if (heads % tp and tp % heads) or not num_ranks or num_ranks % tp:
+            raise ProtocolError(
+                f"tp does not fit: {ours.role} {ours.tp}, {theirs.role} {tp} for {heads} KV heads"
+                f" and {num_ranks} KV regions; expected a divisor or a multiple, a region a rank"
+            )

@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 
 from disagg.hooks import ReleasePrefill, Span, StartPrefill
-from disagg.kv_layout import KVLayout, heads_of_rank, pages_for
+from disagg.kv_layout import KVLayout, heads_of_rank, pages_for, stacked
 from disagg.messenger import messages
 from disagg.messenger.messages import Hello, Message, PrefillStopped, ProtocolError, Role
 from disagg.messenger.messenger import Messenger
 from disagg.messenger.pace import Pace
-from disagg.messenger.sharding import Slice, expected_count, make_plan
+from disagg.messenger.sharding import Page, Slice, expected_count, make_plan
 from disagg.transfer import interface
 from disagg.transfer.interface import MemoryRegion, Pages, Peer, Ticket, TransferError, WritesDone
 
@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """A greeted peer: the `layout` of each of its ranks, the replica sets by which our pages are
-    written into theirs (`plan`)."""
+    """A greeted peer. For each model: the layout of its ranks' regions, and the replica sets by
+    which our pages are written into theirs (`plans`)."""
 
     peer: Peer
     hello: Hello
-    layout: KVLayout
-    plan: Sequence[Sequence[Slice]]
+    layouts: Sequence[KVLayout]
+    plans: Sequence[Sequence[Sequence[Slice]]]
 
 
 class Attempt(msgspec.Struct, kw_only=True):
-    """One PrefillRequest in work, by the `slices` of the replica set that was drawn for it.
+    """One PrefillRequest in work, by the `slices` of the replica sets that were drawn for it.
 
     `open_tickets` has what was handed to the transfer engine and did not end yet: what it is, its
     number of writes, when it was handed over. `num_ended` counts the writes of all others.
@@ -59,7 +59,7 @@ class Attempt(msgspec.Struct, kw_only=True):
 
     link: Link
     request: messages.PrefillRequest
-    slices: Sequence[Slice]
+    slices: Sequence[Sequence[Slice]]
     opened: float
     open_tickets: dict[Ticket, tuple[str, int, float]] = msgspec.field(default_factory=dict)
     num_ended: int = 0
@@ -79,6 +79,12 @@ class PrefillerMessenger(Messenger):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        #: Where the layers of all models are: of which kind, which layer there.
+        self._layers = [
+            (kind, layer)
+            for kind, (layout, _) in enumerate(self.kinds)
+            for layer in range(layout.num_layers)
+        ]
         self._links: dict[Peer, Link] = {}
         #: By attempt id, which is the job's number, too: those that still hold source pages.
         self._attempts: dict[int, Attempt] = {}
@@ -134,10 +140,12 @@ class PrefillerMessenger(Messenger):
             if greeted.epoch == hello.epoch:
                 self._close_peer(other, "the same process connected again")
         tp = 1 if hello.role == Role.PROBE else hello.tp
-        heads = len(heads_of_rank(self.page[1], tp, 0))
-        layout = replace(self.layout, num_pages=hello.num_pages, num_kv_heads=heads)
-        plan = make_plan(self.page, self.hello.tp, tp)
-        self._links[peer] = Link(peer=peer, hello=hello, layout=layout, plan=plan)
+        layouts = stacked(
+            replace(ours, num_pages=hello.num_pages, num_kv_heads=len(heads_of_rank(heads, tp, 0)))
+            for ours, (_, heads, _) in self.kinds
+        )
+        plans = [make_plan(page, self.hello.tp, tp) for _, page in self.kinds]
+        self._links[peer] = Link(peer=peer, hello=hello, layouts=layouts, plans=plans)
         self._send(peer, self.hello)
         self._beat(peer)  # so that it can read our clock before the first tail comes
 
@@ -150,10 +158,10 @@ class PrefillerMessenger(Messenger):
             why = f"{len(self._attempts)} prompts are in work here already; try again later"
             self._reject(peer, request.attempt_id, why, permanent=False)
             return
-        slices = self.rng.choice(link.plan)
+        slices = [self.rng.choice(plan) for plan in link.plans]
         attempt = Attempt(link=link, request=request, slices=slices, opened=self.clock())
         try:
-            check(attempt, self.layout)
+            check(attempt, self.kinds)
             self.post(StartPrefill(job=request.attempt_id, token_ids=request.token_ids))
         except ValueError as error:  # the engine has a word on what it can never compute
             self._reject(peer, request.attempt_id, str(error), permanent=True)
@@ -191,7 +199,7 @@ class PrefillerMessenger(Messenger):
 
     def _post_finished_layers(self) -> None:
         """Post every layer that the counter has passed; it may have passed several at once."""
-        num_layers = self.layout.num_layers
+        num_layers = len(self._layers)
         counter, now = self.read_counter(), self.clock()
         while self._steps:
             pace, chunks = self._steps[0]
@@ -210,7 +218,7 @@ class PrefillerMessenger(Messenger):
         attempt = self._attempts.get(chunk.number)
         if attempt is None or attempt.is_stopped:
             return
-        if layer < self.layout.num_layers:
+        if layer < len(self._layers):
             what, writes = f"layer {layer}", self._layer_writes(attempt, chunk, layer)
         else:
             what, writes = "tail", self._tail_writes(attempt, chunk)
@@ -228,7 +236,9 @@ class PrefillerMessenger(Messenger):
 
     def _layer_writes(self, attempt: Attempt, chunk: Span, layer: int) -> Iterator[Pages]:
         """Of the pages that a chunk finishes."""
-        layout, link, request = self.layout, attempt.link, attempt.request
+        link, request = attempt.link, attempt.request
+        kind, layer = self._layers[layer]
+        layout, target = self.kinds[kind][0], link.layouts[kind]
         first = chunk.first_token // layout.page_size
         end = (chunk.first_token + len(chunk.token_ids)) // layout.page_size
         if chunk.tail_slot is not None:
@@ -237,10 +247,10 @@ class PrefillerMessenger(Messenger):
             return
         here = np.fromiter(chunk.page_indices[first:end], np.int64)
         there = np.fromiter(request.page_indices[first:end], np.int64)
-        src, dst = layout.page_offsets(layer, here), link.layout.page_offsets(layer, there)
+        src, dst = layout.page_offsets(layer, here), target.page_offsets(layer, there)
         ours, theirs = self.kv_regions, link.hello.kv_regions
         group = theirs[request.dp_rank * link.hello.tp :]
-        for s in attempt.slices:
+        for s in attempt.slices[kind]:
             regions = ours[s.source_rank], group[s.destination_rank]
             yield Pages(*regions, s.nbytes, *s.offsets(src, dst))
 
@@ -288,13 +298,14 @@ class PrefillerMessenger(Messenger):
         self.post(ReleasePrefill(job=number))
 
 
-def check(attempt: Attempt, layout: KVLayout) -> None:
+def check(attempt: Attempt, kinds: Sequence[tuple[KVLayout, Page]]) -> None:
     """ValueError for a request whose writes would go to a wrong place, or be more or fewer than the
-    decoder counts. `layout` is ours."""
+    decoder counts. `kinds` are ours."""
     request, theirs = attempt.request, attempt.link.hello
     pages, num_groups = request.page_indices, len(theirs.kv_regions) // theirs.tp
-    num_pages = pages_for(len(request.token_ids) - 1, layout.page_size)
-    count = expected_count(attempt.slices, layout.num_layers, num_pages)
+    num_pages = pages_for(len(request.token_ids) - 1, kinds[0][0].page_size)
+    numbers = (layout.num_layers for layout, _ in kinds)
+    count = expected_count(num_pages, zip(numbers, attempt.slices, strict=True))
     rules = {
         f"{num_pages} different pages": len(pages) == len(set(pages)) == num_pages,
         f"page indices below {theirs.num_pages}": max(pages, default=0) < theirs.num_pages,

@@ -17,7 +17,7 @@ Both sides use this file: the prefiller for what it writes, the decoder for what
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -90,10 +90,10 @@ def make_plan(page: Page, source_tp: int, destination_tp: int) -> tuple[tuple[Sl
     return tuple(map(tuple, plan))
 
 
-def expected_count(slices: Sequence[Slice], num_layers: int, num_sent_pages: int) -> int:
+def expected_count(num_sent_pages: int, kinds: Iterable[tuple[int, Sequence[Slice]]]) -> int:
     """Immediates of an attempt: each run of each sent page of each layer is a write, and the tail
-    is one."""
-    return num_layers * num_sent_pages * sum(len(s.source_offsets) for s in slices) + 1
+    is one. `kinds` are layers, how many and by which slices."""
+    return num_sent_pages * sum(n * len(s.source_offsets) for n, each in kinds for s in each) + 1
 
 
 # --- For people ---
@@ -115,8 +115,8 @@ def explain(page: Page, tp: tuple[int, int], num_layers: int, num_pages: int) ->
         where = f"from {s.source_offsets} to {s.destination_offsets}"
         yield f"slice     prefill {s.source_rank} -> decode {s.destination_rank}: {runs} {where}"
     yield f"draws     {1 + len(others)}: replica sets like this one, one drawn for each request"
-    yield f"writes    {expected_count(slices, 1, 1) - 1} for each page of each layer"
-    count = expected_count(slices, num_layers, num_pages)
+    yield f"writes    {expected_count(1, [(1, slices)]) - 1} for each page of each layer"
+    count = expected_count(num_pages, [(num_layers, slices)])
     yield f"expected  {count}: {num_layers} layers of {num_pages} pages, and the tail"
     for nics, gbits in PUBLISHED:
         busy: Counter[str] = Counter()

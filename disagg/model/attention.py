@@ -84,14 +84,17 @@ class TorchPagedAttention:
         self._tokens_per_row = layout.page_size if layout.order == PageOrder.HND else 1
 
     def plan(self, positions: Sequence[range], page_lists: Sequence[Sequence[int]]) -> None:
-        """Describe a step: of each request the positions it computes, and the pages of all up to
-        them. ValueError, before anything is computed, if those are not such pages."""
-        step, page_size = list(zip(positions, page_lists, strict=True)), self._layout.page_size
-        for new, pages in step:
-            if not new or len(pages) != pages_for(new.stop, page_size):
+        """Describe a step: of each request the positions it computes, and its pages, of which there
+        may be more. ValueError, before anything is computed, if those are not such pages."""
+        page_size = self._layout.page_size
+        counts = [pages_for(new.stop, page_size) for new in positions]
+        page_lists = [pages[:count] for pages, count in zip(page_lists, counts, strict=True)]
+        step = list(zip(positions, page_lists, strict=True))
+        for (new, pages), count in zip(step, counts, strict=True):
+            if not new or len(pages) < count:
                 raise ValueError(
                     f"{len(pages)} pages of {page_size} for positions {new} of a request; expected"
-                    " those of at least one position, and no page behind the last"
+                    f" {count}, and at least one position"
                 )
         page = np.array([pages[place // page_size] for new, pages in step for place in new])
         offset = np.array([place % page_size for new in positions for place in new])

@@ -41,6 +41,7 @@ def read_config(folder: Path) -> ModelConfig:
     read_json(folder, "config.json")  # its errors are clearer
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        num_mtp_layers = max(0, int(getattr(config, "num_nextn_predict_layers", None) or 0))
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         text = " ".join(str(error).split())
         raise ValueError(f"{folder / 'config.json'} is not a valid config: {text}") from error
@@ -51,6 +52,7 @@ def read_config(folder: Path) -> ModelConfig:
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     _refuse_heads(folder, config)
     frequencies, factor = _rope(config)
+    layers = range(config.num_hidden_layers + num_mtp_layers)
     eos = config.eos_token_id
     if (folder / "generation_config.json").exists():
         eos = read_json(folder, "generation_config.json").get("eos_token_id", eos)
@@ -59,6 +61,7 @@ def read_config(folder: Path) -> ModelConfig:
     shape = {n: value for n in ours & theirs if (value := getattr(config, n)) is not None}
     # Names that are ours alone: if a config has one of them too, it means something else there.
     shape |= {
+        "folder": folder.absolute(),
         "num_layers": config.num_hidden_layers,
         "num_qo_heads": config.num_attention_heads,
         "num_kv_heads": config.num_key_value_heads,
@@ -68,7 +71,9 @@ def read_config(folder: Path) -> ModelConfig:
         "rope_frequencies": frequencies,
         "rope_factor": factor,
         "qk_norm": config.model_type in ("qwen3", "qwen3_moe"),
-        "moe_layers": tuple(n for n in range(config.num_hidden_layers) if _has_experts(config, n)),
+        "moe_layers": tuple(n for n in layers if _has_experts(config, n)),
+        "num_mtp_layers": num_mtp_layers,
+        "draft_vocab_size": getattr(config, "draft_vocab_size", None) or 0,
     }
     if is_latent:
         shape |= {
@@ -88,8 +93,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _has_experts(config: PreTrainedConfig, layer: int) -> bool:
-    if config.model_type == "deepseek_v3":
-        return layer >= (config.first_k_dense_replace or 0)
+    if config.model_type == "deepseek_v3":  # draft layers always have them
+        return bool(layer >= min(config.first_k_dense_replace or 0, config.num_hidden_layers))
     if config.model_type == "qwen3_moe" and config.num_experts:
         return layer not in config.mlp_only_layers and not (layer + 1) % config.decoder_sparse_step
     return False

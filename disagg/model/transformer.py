@@ -33,6 +33,7 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
     ) -> None:
+        self._sum_of = group.sum
         prefix, hidden, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
         self.input_norm = layers.read_norm(read, f"{prefix}input_layernorm", hidden, eps)
         make = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
@@ -46,6 +47,20 @@ class DecoderLayer:
                 read, group, f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias
             )
         )
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        rope: layers.Rope,
+        pages: Tensor,
+        attention: TorchPagedAttention,
+        on_layer: Callable[[], None],
+    ) -> Tensor:
+        """Map `[T, hidden_size]` to the same shape; the tokens' KV is appended to `pages`."""
+        attended = self.self_attn(self.input_norm(hidden), rope, pages, attention)
+        hidden = hidden + self._sum_of(attended)
+        on_layer()
+        return hidden + self._sum_of(self.mlp(self.post_attention_norm(hidden)))
 
 
 class Transformer:
@@ -65,6 +80,7 @@ class Transformer:
         """Take the weights through `read`, layer by layer in the order of `progress(numbers)`;
         ValueError if one is missing or of a wrong shape."""
         self.config = config
+        self.tokens: Sequence[int] = range(config.vocab_size)
         self._group = group
         vocab_shape = (config.vocab_size, config.hidden_size)
         self._embedding = read("model.embed_tokens.weight", vocab_shape, group.cut_vocabulary)
@@ -75,10 +91,9 @@ class Transformer:
         ]
         self.group_size = self._layers[0].self_attn.group_size
         self._norm = layers.read_norm(read, "model.norm", config.hidden_size, config.rms_norm_eps)
-        head = self._embedding
-        if not config.tie_word_embeddings:
-            head = read("lm_head.weight", vocab_shape, group.cut_vocabulary)
-        self._head = layers.Linear(head)
+        name = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head_name = f"{name}.weight"
+        self.head = layers.Linear(read(self.head_name, vocab_shape, group.cut_vocabulary))
         self._frequencies = torch.tensor(config.rope_frequencies)
 
     @torch.inference_mode()
@@ -97,23 +112,24 @@ class Transformer:
         new tokens' KV is written into it. `attention` has been planned for this step. `on_layer()`
         is called once per layer, as the module's picture shows.
         """
-        hidden, sum_of, config = self._embed(token_ids), self._group.sum, self.config
-        angles = torch.outer(positions.float(), self._frequencies)  # [T, rotary dim / 2]
-        rope = layers.Rope(angles, config.rope_factor, config.rope_interleave, hidden.dtype)
+        hidden, rope = self.embed(token_ids), self.rope(positions)
         for layer, pages in zip(self._layers, kv_pages, strict=True):
-            attended = layer.self_attn(layer.input_norm(hidden), rope, pages, attention)
-            hidden = hidden + sum_of(attended)
-            on_layer()
-            hidden = hidden + sum_of(layer.mlp(layer.post_attention_norm(hidden)))
+            hidden = layer(hidden, rope, pages, attention, on_layer)
         return self._norm(hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 `[R, vocab_size]`, from forward's rows `[R, H]`."""
-        joined = self._group.join(self._head(hidden).float())
+        joined = self._group.join(self.head(hidden).float())
         return joined[:, : self.config.vocab_size]
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def rope(self, positions: Tensor) -> layers.Rope:
+        """Turns queries and keys of the tokens at `positions`, int64 `[T]`."""
+        angles = torch.outer(positions.float(), self._frequencies)  # [T, rotary dim / 2]
+        factor, interleaved = self.config.rope_factor, self.config.rope_interleave
+        return layers.Rope(angles, factor, interleaved, self._dtype)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
         """`[T, hidden_size]`, from whichever rank has a token's row; the others add zeros."""
         rows = token_ids - self._first_token
         is_here = (rows >= 0) & (rows < len(self._embedding))

@@ -2,7 +2,7 @@
 
     folder | model.safetensors                     -mapped-+
            | or model.safetensors.index.json + shards -----+-> Checkpoint.read(name, shape) -> model
-                                                           +-> fingerprint(folder, config)
+                                                           +-> fingerprint(config)
 
 Files are memory mapped. A tensor that the model uses as it is stays in the mapping; one that is
 converted, fused with others or laid out anew is copied, one at a time. Which share of it a rank
@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from disagg.config import ModelConfig
 from disagg.model.layers import Cut
+from disagg.model.mtp import MTPLayer
 from disagg.model.rank_group import RankGroup
 from disagg.model.transformer import Transformer
 
@@ -41,21 +42,24 @@ PROGRESS_AFTER_SECONDS = 1.0
 #: Of each tensor, the fingerprint covers this many blocks of this many bytes, evenly spread.
 SAMPLED_BLOCKS = 16
 SAMPLED_BLOCK_BYTES = 4096
+#: It does not cover where the model is, when to stop, what another machine calculates otherwise.
+UNHASHED = {"folder", "eos_token_ids", "max_positions", "rope_frequencies", "num_draft_layers"}
 
 
 def load_model(
-    folder: Path, config: ModelConfig, dtype: str, group: RankGroup | None = None
-) -> Transformer:
-    """The model of shape `config` in `folder`, its weights in `dtype` ("float32" or "bfloat16");
-    for one of a `group`, its share of them.
+    config: ModelConfig, dtype: str, group: RankGroup | None = None
+) -> tuple[Transformer, MTPLayer | None]:
+    """The model of this `config`, its weights in `dtype` ("float32" or "bfloat16"), and its draft
+    layer, if that is used; for one of a `group`, its share of them.
 
     ValueError, one line, if the folder is incomplete, or holds what cannot be computed here.
     """
-    checkpoint = Checkpoint(folder, config, getattr(torch, dtype))
+    checkpoint = Checkpoint(config, getattr(torch, dtype))
     group = group or RankGroup()
     model = Transformer(config, checkpoint.read, group, partial(_progress, group.rank))
+    mtp = MTPLayer(model, checkpoint.read, group) if config.num_draft_layers else None
     checkpoint.refuse_unread(tells=group.rank == 0)
-    return model
+    return model, mtp
 
 
 def _progress(rank: int, layers: Iterable[int]) -> Iterator[int]:
@@ -70,7 +74,7 @@ def _progress(rank: int, layers: Iterable[int]) -> Iterator[int]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def fingerprint(folder: Path, config: ModelConfig) -> str:
+def fingerprint(config: ModelConfig) -> str:
     """32 hex digits that differ between models whose KV must not be mixed.
 
     Covers the config as far as it shapes what is computed, every tensor's name, shape and stored
@@ -78,11 +82,10 @@ def fingerprint(folder: Path, config: ModelConfig) -> str:
     files does not count. Milliseconds for a model of 270 MB.
     """
     shape = dataclasses.asdict(config)
-    # Two say when to stop, not what to compute; the third follows from the rest, but may differ in
-    # its last bit on another machine.
-    del shape["eos_token_ids"], shape["max_positions"], shape["rope_frequencies"]
+    for name in UNHASHED:
+        del shape[name]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    for name, tensor in sorted(Checkpoint(folder, config, torch.float32).stored.items()):
+    for name, tensor in sorted(Checkpoint(config, torch.float32).stored.items()):
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(_sample(tensor))
     return digest.hexdigest()[:32]
@@ -92,13 +95,13 @@ class Checkpoint:
     """The tensors of a folder, by name: `stored` as they lie in the mapped files, `read` in one
     dtype."""
 
-    def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         """Map the files; ValueError if one is missing or damaged."""
-        self._folder = folder
+        self._folder = config.folder
         self._config = config
         self._dtype = dtype
         self.stored: dict[str, Tensor] = {}
-        for path in _weight_files(folder):
+        for path in _weight_files(config.folder):
             try:
                 self.stored |= load_file(path)
             except (SafetensorError, FileNotFoundError) as error:
@@ -116,7 +119,7 @@ class Checkpoint:
         float8 is multiplied by the scales of its blocks."""
         tensor, block = self._find(name, shape), self._config.weight_block_size
         if block is None or tensor.dtype != FLOAT8:
-            if tensor.dtype not in STORED_DTYPES:
+            if tensor.dtype not in (*STORED_DTYPES, dtype):
                 raise ValueError(
                     f"{name} in {self._folder} is {tensor.dtype}; expected one of {STORED_DTYPES}"
                     f" or, with a weight_block_size in config.json, {FLOAT8}"
@@ -146,12 +149,15 @@ class Checkpoint:
         """ValueError if a tensor was never read: the checkpoint is not quite this architecture.
         Layers behind the last are drafts and may be there; if it `tells`, that is logged."""
         config = self._config
-        drafts = range(config.num_layers, config.num_layers + config.num_mtp_layers)
-        prefixes = tuple(f"model.layers.{layer}." for layer in drafts)
-        left = sorted(name for name in self._unread if not name.startswith(prefixes))
-        if tells and len(left) < len(self._unread):
-            said = "%s: its num_nextn_predict_layers (%d) are not used, for nothing asks for drafts"
-            logger.warning(said, self._folder, config.num_mtp_layers)
+        numbers = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+        drafts = [f"model.layers.{number}." for number in numbers]
+        unused = tuple(drafts[config.num_draft_layers :])
+        # Each has these once more; they are the model's own.
+        again = tuple(each + name for each in drafts for name in ("embed_tokens.", "shared_head.h"))
+        left = sorted(name for name in self._unread if not name.startswith(unused + again))
+        if tells and any(name.startswith(unused) for name in self._unread):
+            said = "%s: of its num_nextn_predict_layers (%d), %d are used"
+            logger.warning(said, self._folder, config.num_mtp_layers, config.num_draft_layers)
         for name in left:
             # Old checkpoints store the rope frequencies; tied ones may store the head as well.
             tied = config.tie_word_embeddings and name == "lm_head.weight"

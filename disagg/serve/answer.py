@@ -127,6 +127,8 @@ def as_json(index: int, answer: Answer) -> dict[str, Any]:
         # `exposed` is in timings_ms, `span` explains it.
         "transfer": moved and {n: x for n, x in moved.items() if n not in ("exposed", "span")},
     }
+    if done.num_drafts:
+        found["speculation"] = {"drafts": done.num_drafts, "accepted": done.num_accepted}
     if answer.request.sampling.logprobs is not None:
         found["logprobs"] = [*map(_logprobs, done.token_ids, done.logprobs)]
     if done.error is not None:

@@ -25,7 +25,7 @@ from disagg.serve.tokenizer import Tokenizer
 
 def serve_prefill(arguments: argparse.Namespace) -> int:
     """Listen until interrupted; the exit code."""
-    arguments.model = resolve_model(arguments.model)
+    _resolve_models(arguments)
     with Node(given(NodeConfig, arguments)) as node:
         assert node.address is not None, "a prefiller listens"
         print(LISTENING + "{}:{}".format(*node.address), flush=True)
@@ -37,7 +37,7 @@ def serve_prefill(arguments: argparse.Namespace) -> int:
 
 def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
     """Answer every prompt, all at once; print the answers in order of input. The exit code."""
-    arguments.model = resolve_model(arguments.model)
+    _resolve_models(arguments)
     tokenizer = Tokenizer(arguments.model)
     with ExitStack() as stack:
         if not arguments.prefillers and not arguments.colocated:
@@ -54,6 +54,11 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
     if not arguments.json and sys.stderr and sys.stderr.isatty():
         print(summary(ends, seconds), file=sys.stderr)
     return EXIT_DONE if all(end.error is None for end in ends) else EXIT_FAILED
+
+
+def _resolve_models(arguments: argparse.Namespace) -> None:
+    arguments.model = resolve_model(arguments.model)
+    arguments.draft_model = resolve_model(arguments.draft_model) if arguments.draft_model else None
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:
@@ -94,8 +99,11 @@ def summary(completions: Sequence[Output], seconds: float) -> str:
     span = sum(stats.span for stats in moved)
     exposed = sum(stats.exposed for stats in moved)
     hidden = f", {100 * (1 - exposed / span):.0f} % of the transfer hidden" if span else ""
+    drafts = sum(completion.num_drafts for completion in completions)
+    accepted = sum(completion.num_accepted for completion in completions)
+    guessed = f", {100 * accepted / drafts:.0f} % of {drafts} guesses accepted" if drafts else ""
     return (
         f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s), {first},"
         f" {sum(stats.bytes for stats in moved) / 1e6:.2f} MB moved in"
-        f" {sum(stats.writes for stats in moved)} writes{hidden}"
+        f" {sum(stats.writes for stats in moved)} writes{hidden}{guessed}"
     )

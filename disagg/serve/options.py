@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from disagg.config import ITEMSIZE, OnFailure
+from disagg.config import ITEMSIZE, MAX_DRAFTS, OnFailure
 from disagg.kv_layout import PageOrder
 from disagg.serve.exits import EXIT_USAGE
 from disagg.transfer.auto import TRANSPORTS
@@ -65,6 +65,10 @@ def _node_parser(script: str = "", what: str = "") -> OneLineParser:
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
+    counts, what = range(MAX_DRAFTS + 1), f"tokens guessed at a time (up to {MAX_DRAFTS})"
+    same.add_argument("--speculate", type=int, choices=counts, default=0, metavar="N", help=what)
+    what = "folder or hub name of who guesses (default: the model's own draft layer, MTP)"
+    same.add_argument("--draft-model", metavar="MODEL", help=what)
     same.add_argument("--kv-layout", choices=[str(order) for order in PageOrder], default="HND")
     own = parser.add_argument_group("may differ")
     own.add_argument("--tp", type=positive, default=1, help="ranks that share the model's heads")

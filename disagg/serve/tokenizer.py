@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 #: What a tokenizer shows for bytes that are no character, or not yet.
@@ -31,8 +32,7 @@ class Tokenizer:
         if not chat:
             return list(self._inner.encode(prompt))
         if self._inner.chat_template is None:
-            why = "the model has no chat template; give the prompt as plain text (--raw)"
-            raise ValueError(why)
+            raise ValueError("it has no chat template; give the prompt as plain text (--raw)")
         messages = [{"role": "user", "content": prompt}]
         text = self._inner.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         # The template has written the begin token already, if the model wants one.
@@ -41,6 +41,15 @@ class Tokenizer:
     def stream(self) -> TextStream:
         """A fresh decoder for one answer."""
         return TextStream(self._inner)
+
+
+def vocabulary(folder: Path) -> dict[str, int] | None:
+    """Number of each token; None if the folder has no tokenizer. ValueError if it is damaged."""
+    path = folder / "tokenizer.json"
+    try:
+        return FastTokenizer.from_file(str(path)).get_vocab() if path.exists() else None
+    except Exception as error:  # the library raises no other kind
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 class TextStream:
@@ -61,8 +70,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, as replacement characters."""
-        num_returned = len(self._decode(self._before))
-        text = self._decode(self._before + self._waiting)[num_returned:]
+        text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
         self._before, self._waiting = self._waiting, []
         return text
 

@@ -66,10 +66,10 @@ class ShmMedium(Medium):
         self.host = host_identity()
 
     def register(self, memory: Memory, view: Bytes) -> None:
-        if memory.fd is None:
+        if memory.writable and memory.fd is None:
             raise TransferError("shm needs a file descriptor, got none; use a SharedMemory")
         granted = memory.nbytes if memory.writable else 0
-        self.own.append(Extent(memory.fd, memory.fd_offset, granted))
+        self.own.append(Extent(memory.fd or 0, memory.fd_offset, granted))
 
     def link(self, connection: Connection, arrived: Arrived) -> Link:
         return ShmLink(connection, arrived, self)

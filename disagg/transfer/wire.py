@@ -35,7 +35,7 @@ CHECK = "check host and port, and that the node there has said that it listens"
 _LENGTH = struct.Struct("<I")
 _NOTE = 1 << 31
 _MAGIC = b"disagg\x00\x01"
-_VERSION = 1
+_VERSION = 2
 _PREFIX = _MAGIC + _VERSION.to_bytes(4, "little")
 
 _Kind = TypeVar("_Kind")

@@ -36,10 +36,8 @@ class Ours:
     def __init__(self, folder: Path, dtype: str, chunk: int, num_tokens: int, tp: int = 1) -> None:
         config = read_config(folder)
         cache = CacheConfig(num_pages=pages_for(num_tokens, 16) + 64, page_size=16, dtype=dtype)
-        caches, counter = [KVCache(cache, config, tp) for _ in range(tp)], LayerCounter()
-        self.runner = (
-            Ranks(folder, caches, counter) if tp > 1 else make_runner(folder, caches[0], counter)
-        )
+        caches, counter = [KVCache(cache, [config], tp) for _ in range(tp)], LayerCounter()
+        self.runner = Ranks(caches, counter) if tp > 1 else make_runner(caches[0], counter)
         self.engine = Engine(
             self.runner,
             Scheduler(SchedulerConfig(max_batch_tokens=chunk), cache, config),

@@ -61,10 +61,10 @@ def load(folder, tp, dtype):
     """The largest peak of a rank, the largest that is left, and seconds."""
     shape, cache = read_config(folder), CacheConfig(num_pages=1, dtype=dtype)
     with contextlib.ExitStack() as stack:
-        caches = [stack.enter_context(KVCache(cache, shape, tp)) for _ in range(tp)]
+        caches = [stack.enter_context(KVCache(cache, [shape], tp)) for _ in range(tp)]
         counter = stack.enter_context(LayerCounter())
         start = time.perf_counter()
-        ranks = stack.enter_context(contextlib.closing(WatchedRanks(folder, caches, counter)))
+        ranks = stack.enter_context(contextlib.closing(WatchedRanks(caches, counter)))
         seconds = time.perf_counter() - start
         return max(ranks.peaks.values()), max(ranks.after), seconds
 

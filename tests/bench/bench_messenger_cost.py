@@ -30,7 +30,6 @@ from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig, _identity
 from disagg.transfer.auto import make_engine
 from disagg.transfer.interface import Memory
-from disagg.transfer.queued_engine import QueuedEngine
 from disagg.transfer.shm import copy_pages
 from disagg.transfer.transfer_engine import TransferEngine
 from tests.engines import shm_medium
@@ -52,8 +51,9 @@ def count_only(pipe, num_tokens, address):
     """The other process: a decoder without a model. Fetches one prompt for each word it is told."""
     config = config_of(num_tokens, prefillers=(address,))
     model = read_config(config.model)
+    page = page_of("HND", config.cache.page_size, model.num_kv_heads, 4 * model.head_dim)
     events, said = SimpleQueue(), SimpleQueue()
-    with KVCache(config.cache, model) as cache:
+    with KVCache(config.cache, [model]) as cache:
         with make_engine("shm") as transfer:
             kv_region, tail_region = (
                 transfer.register(Memory(address=m.address, nbytes=m.nbytes, fd=m.fd))
@@ -64,14 +64,13 @@ def count_only(pipe, num_tokens, address):
                 hello=Hello(
                     epoch=1,
                     role=Role.DECODER,
-                    identity=_identity(config, model),
-                    num_pages=cache.layout.num_pages,
+                    identity=_identity(config, [model]),
+                    num_pages=cache.layouts[0].num_pages,
                     num_tail_slots=len(cache.tails),
                     kv_regions=(kv_region.descriptor,),
                     tail_region=tail_region.descriptor,
                 ),
-                layout=cache.layout,
-                page=page_of("HND", cache.layout.page_size, model.num_kv_heads, 4 * model.head_dim),
+                kinds=[(cache.layouts[0], page)],
                 tails=cache.tails,
                 config=MessengerConfig(),
                 clock=time.monotonic,

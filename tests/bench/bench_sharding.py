@@ -81,14 +81,13 @@ def writer_of(given, layouts, plan, pages):
         page_indices=pages[1],
         tail_slot=0,
         imm=1,
-        expected_count=expected_count(plan[0], given.layers, given.pages),
+        expected_count=expected_count(given.pages, [(given.layers, plan[0])]),
         dp_rank=0,
     )
     writer = PrefillerMessenger(
         transfer=transfer,
         hello=hello,
-        layout=here,
-        page=(1, 1, 1),
+        kinds=[(here, (1, 1, 1))],
         kv_regions=(None,) * given.prefill_tp,
         tail_region=None,
         tails=np.zeros(1, tail_slot(16)),
@@ -97,8 +96,8 @@ def writer_of(given, layouts, plan, pages):
         post=lambda event: None,
         read_counter=lambda: given.layers + 1,
     )
-    link = Link(peer=1, hello=hello, layout=there, plan=plan)
-    writer._attempts[1] = Attempt(link=link, request=request, slices=plan[0], opened=0.0)
+    link = Link(peer=1, hello=hello, layouts=[there], plans=[plan])
+    writer._attempts[1] = Attempt(link=link, request=request, slices=[plan[0]], opened=0.0)
     token_ids = request.token_ids[:-1]
     chunk = Span(number=1, first_token=0, token_ids=token_ids, page_indices=pages[0], tail_slot=0)
     writer.on_step_scheduled(0, (chunk,))
@@ -141,7 +140,7 @@ def main(arguments=None):
             columns[1].append(timed(all_offsets, plan[0], layouts, given.layers, pages)[0])
             writer, transfer = writer_of(given, layouts, plan, pages)
             columns[2].append(timed(writer._post_finished_layers)[0])
-            if transfer.num_writes != expected_count(plan[0], given.layers, given.pages):
+            if transfer.num_writes != expected_count(given.pages, [(given.layers, plan[0])]):
                 raise SystemExit(f"{transfer.num_writes} writes were posted")
         cells = [f"{1e3 * statistics.median(c):.2f} ({1e3 * min(c):.2f})" for c in columns]
         print(f"{order:>6} {transfer.num_writes:>9} {cells[0]:>14} {cells[1]:>16} {cells[2]:>16}")

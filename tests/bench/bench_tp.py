@@ -99,7 +99,7 @@ def decode_ratio(folder: Path, flags: argparse.Namespace) -> None:
 def sums(folder: Path, flags: argparse.Namespace) -> None:
     """Print what a sum takes, and all of a step."""
     config, cache = read_config(folder), CacheConfig(num_pages=1)
-    caches = [KVCache(cache, config, flags.tp) for _ in range(flags.tp)]
+    caches = [KVCache(cache, [config], flags.tp) for _ in range(flags.tp)]
     print("| tokens a step | shared memory | gloo | all sums of a step |\n|---|---|---|---|")
     with Sums(folder, caches, LayerCounter()) as ranks_that_sum:
         for tokens in (flags.batch, 512):

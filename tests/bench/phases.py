@@ -89,10 +89,10 @@ class Steps:
         most = max(step.batch * pages_for(step.kv_len, PAGE_SIZE) for step in self._steps)
         with ExitStack() as stack:
             kv_cache = stack.enter_context(
-                KVCache(CacheConfig(num_pages=most, dtype=dtype), read_config(folder))
+                KVCache(CacheConfig(num_pages=most, dtype=dtype), [read_config(folder)])
             )
             counter = stack.enter_context(LayerCounter())
-            self._runner = make_runner(folder, kv_cache, counter)
+            self._runner = make_runner(kv_cache, counter)
             self.close = stack.pop_all().close
         self._random = torch.Generator().manual_seed(0)
 
@@ -106,7 +106,7 @@ class Steps:
 
     def _run(self, step: Step) -> float:
         num_pages = pages_for(step.kv_len, PAGE_SIZE)
-        pages = torch.randperm(self._runner.kv_cache.layout.num_pages, generator=self._random)
+        pages = torch.randperm(self._runner.kv_cache.layouts[0].num_pages, generator=self._random)
         spans = [
             Span(
                 number=i,

@@ -4,8 +4,8 @@
 #   1: run_prefill.py <== KV over RDMA ==> 2: run_decode.py
 #      ends when    <---- port 7401 ----      it has answered
 #
-# usage: split.sh MODEL PROMPT MAX_TOKENS
-flags=(--model "$1" --dtype float32 --transport verbs --peer-timeout 60 --verbose)
+# usage: split.sh MODEL PROMPT MAX_TOKENS [FLAG OF BOTH ...]
+flags=(--model "$1" --dtype float32 --transport verbs --peer-timeout 60 --verbose "${@:4}")
 if [[ $NODE == 1 ]]; then
     python -m tests.rdma_vm.patient run_prefill.py "${flags[@]}" --tp 2 \
         --listen 10.99.0.1:7400 &
