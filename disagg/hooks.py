@@ -49,8 +49,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     position N-2, has a `tail_slot`, where the step copies the last hidden state.
 
     With speculation, `drafts` are guesses of what follows the tokens, computed with them, and
-    `next_token` is what follows a chunk of a prompt. `num_drafts` guesses are wanted for the next
-    step, as far as the `num_left` tokens that may still come allow. A span that begins after a
+    `next_token` is what follows a chunk of a prompt. `num_drafts` guesses are wanted for what comes
+    then, as far as the `num_left` tokens that may still come allow. A span that begins after a
     fetch gets its own first, from the hidden state in tail slot `drafts_from`.
     """
 
@@ -73,8 +73,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return range(self.first_token, self.first_token + len(self.token_ids) + len(self.drafts))
 
     def num_wanted(self, num_chosen: int) -> int:
-        """How many guesses to make when so many tokens came: one of what is left is never guessed,
-        for it comes with the others."""
+        """How many guesses to make when this span has brought so many tokens, or none yet: one of
+        what is left is never guessed, for it comes with the others."""
         return max(0, min(self.num_drafts, self.num_left - num_chosen - 1))
 
 

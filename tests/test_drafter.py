@@ -128,11 +128,18 @@ def test_some_guesses_are_right_and_some_wrong(kept_undivided):
 def test_the_tokens_of_transformers_and_the_guesses_of_one_prompt_alone(
     models, oracle, kept_undivided, split, budget
 ):
-    """All prompts at once, in chunks of many sizes. A budget may leave out guesses."""
+    """All prompts at once, in chunks of many sizes. A budget may leave out guesses, and holds."""
     num_drafts, order = (3, PageOrder.NHD) if budget % 2 else (2, PageOrder.HND)
     runs = (divided if split else undivided)(models, num_drafts, budget, order=order)
     replica = runs.decoder if split else runs
     watched = Watched(replica)
+    run = replica.runner.run
+
+    def run_within(spans):
+        assert sum(len(span.positions) for span in spans) <= budget
+        return run(spans)
+
+    replica.runner.run = run_within
     assert answers(replica, runs, list(oracle)) == oracle
     if budget == 512:
         assert watched.steps == kept_undivided[num_drafts]
@@ -201,7 +208,7 @@ class Cheat(Drafter):
         replica.runner._drafter = self
 
     def guess(self, drafts, hidden, on_layer):
-        starts = [draft.first + len(draft.after) + 1 - self._lead for draft in drafts]
+        starts = [draft.first + len(draft.after) - self._shift for draft in drafts]
         super().guess(list(drafts), hidden, on_layer)
         for draft, start in zip(drafts, starts, strict=True):
             [whose] = [s for s in self.running if s.page_indices == draft.page_indices]
@@ -300,7 +307,7 @@ class Spy(Drafter):
         self.guesses: dict[int, int] = {}
 
     def guess(self, drafts, hidden, on_layer):
-        places = [draft.first + len(draft.after) + 1 - self._lead for draft in drafts]
+        places = [draft.first + len(draft.after) - self._shift for draft in drafts]
         super().guess(list(drafts), hidden, on_layer)
         for place, draft in zip(places, drafts, strict=True):
             self.guesses |= {place: draft.guesses[0]} if draft.guesses else {}

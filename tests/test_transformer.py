@@ -214,7 +214,7 @@ def test_on_layer_comes_between_the_output_projection_and_the_mlp(
 
     note(stepper.attention, "append", lambda kv, pages: "append")
     note(stepper.attention, "run", lambda q, pages: "run")
-    note(stepper.model._group, "sum", lambda part: "sum")  # the other ranks have appended too
+    note(stepper.model.group, "sum", lambda part: "sum")  # the other ranks have appended too
     note(Linear, "__call__", lambda linear, x: by_weight_shape[tuple(linear.plain.shape)])
     stepper.step([(PROMPT, 0, scattered_pages(8))], lambda: events.append("on_layer"))
     layer = ["qkv", "append", "run", "o_proj", "sum", "on_layer", "gate_up", "down", "sum"]

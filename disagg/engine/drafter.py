@@ -11,6 +11,9 @@ row is computed again for its guess. Rows of wrong guesses are overwritten by th
 
 A draft model is given the same tokens in the same calls. It needs no h, and the KV of t_{i+1} lies
 in its row i+1: beside the rows above it has row 0, and a prefiller leaves t_{N-1} to the decoder.
+
+Each step adds one to the layer counter for each layer here: in the first pass of `follow`, whose
+rows count. Further passes, and those of `after_fetch`, write nothing that leaves this node.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,18 +63,21 @@ class Drafter:
     ) -> None:
         self._source, self._attention = source, attention
         self._layers, self._tail_hidden = layers, tail_hidden
-        #: Row of a token's KV, less that of the token before it.
-        self._lead = int(isinstance(source, Transformer))
+        #: A draft layer has a token's KV in the row before it, a draft model at its own place.
+        self._shift = -int(isinstance(source, MTPLayer))
 
     def after_fetch(self, spans: Sequence[Span]) -> list[Span]:
         """The spans, those that begin after a fetch with guesses."""
         drafts = {
-            i: self._draft(span, span.first_token - 1, span.token_ids)
+            i: self._draft(span, span.first_token, span.token_ids)
             for i, span in enumerate(spans)
             if span.drafts_from is not None
         }
-        hidden = self._tail_hidden[[spans[i].drafts_from for i in drafts]]
-        self.guess(list(drafts.values()), hidden.to(compute_dtype(hidden.dtype)), _nothing)
+        if drafts:
+            # Tails come to rank 0 alone; those of the others hold zeros.
+            here = self._tail_hidden[[spans[i].drafts_from for i in drafts]]
+            hidden = self._source.group.sum(here.to(compute_dtype(here.dtype)))
+            self.guess(list(drafts.values()), hidden, _nothing)
         return [
             replace(span, drafts=drafts[i].guesses) if i in drafts else span
             for i, span in enumerate(spans)
@@ -90,12 +96,12 @@ class Drafter:
         drafts: dict[int, Draft] = {}
         for i, (span, result) in enumerate(zip(spans, results, strict=True)):
             tokens = [token.token_id for token in result.tokens]
-            if span.next_token is not None and not (self._lead and span.tail_slot is not None):
+            if span.next_token is not None and (self._shift or span.tail_slot is None):
                 tokens.append(span.next_token)
-            first, after = span.first_token, (*span.token_ids[1:], *tokens)
-            if self._lead and first == 0:
-                first, after = -1, (span.token_ids[0], *after)
-            draft = self._draft(span, first, after, len(result.tokens))
+            place, after = span.first_token + 1, (*span.token_ids[1:], *tokens)
+            if not self._shift and span.first_token == 0:
+                place, after = 0, (span.token_ids[0], *after)
+            draft = self._draft(span, place, after, len(result.tokens))
             # Rows of a prompt are never left out; those of an answer only if nothing follows.
             if after and (draft.count or not result.tokens):
                 drafts[i] = draft
@@ -104,9 +110,9 @@ class Drafter:
         for i, draft in drafts.items():
             results[i].drafts = draft.guesses
 
-    def _draft(self, span: Span, before: int, after: tuple[int, ...], num_chosen: int = 0) -> Draft:
-        """Of the tokens `after` position `before`."""
-        return Draft(span.page_indices, before + self._lead, after, span.num_wanted(num_chosen))
+    def _draft(self, span: Span, place: int, tokens: tuple[int, ...], num_chosen: int = 0) -> Draft:
+        """Of the `tokens` from position `place` on: a draft layer's rows are one before them."""
+        return Draft(span.page_indices, place + self._shift, tokens, span.num_wanted(num_chosen))
 
     def guess(self, drafts: list[Draft], hidden: Tensor, on_layer: Callable[[], None]) -> None:
         """Compute the rows, whose states are `hidden` `[all rows, hidden_size]`, and the guesses

@@ -26,7 +26,7 @@ class MTPLayer(DecoderLayer):
     def __init__(self, model: Transformer, read: layers.ReadTensor, group: RankGroup) -> None:
         config = model.config
         super().__init__(config, read, group, config.num_layers)
-        self._model, self._group, self._head, self.tokens = model, group, model.head, model.tokens
+        self._model, self.group, self._head, self.tokens = model, group, model.head, model.tokens
         prefix, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
         self._enorm, self._hnorm, self._norm = (
             layers.read_norm(read, f"{prefix}{name}", hidden, config.rms_norm_eps)
@@ -61,4 +61,4 @@ class MTPLayer(DecoderLayer):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of each of the `tokens`, float32, from rows of `h'` `[R, hidden_size]`."""
-        return self._group.join(self._head(hidden).float())[:, : len(self.tokens)]
+        return self.group.join(self._head(hidden).float())[:, : len(self.tokens)]

@@ -81,7 +81,7 @@ class Transformer:
         ValueError if one is missing or of a wrong shape."""
         self.config = config
         self.tokens: Sequence[int] = range(config.vocab_size)
-        self._group = group
+        self.group = group
         vocab_shape = (config.vocab_size, config.hidden_size)
         self._embedding = read("model.embed_tokens.weight", vocab_shape, group.cut_vocabulary)
         self._first_token = group.rank * len(self._embedding)
@@ -120,7 +120,7 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, float32 `[R, vocab_size]`, from forward's rows `[R, H]`."""
-        joined = self._group.join(self.head(hidden).float())
+        joined = self.group.join(self.head(hidden).float())
         return joined[:, : self.config.vocab_size]
 
     def rope(self, positions: Tensor) -> layers.Rope:
@@ -134,4 +134,4 @@ class Transformer:
         rows = token_ids - self._first_token
         is_here = (rows >= 0) & (rows < len(self._embedding))
         found = F.embedding(rows.where(is_here, 0), self._embedding).to(self._dtype)
-        return self._group.sum(found.masked_fill_(~is_here[:, None], 0.0))
+        return self.group.sum(found.masked_fill_(~is_here[:, None], 0.0))

@@ -13,13 +13,13 @@ import time
 from contextlib import ExitStack
 
 import torch
-from tests.draft_prompts import HELD_OUT
 
 from disagg.config import CacheConfig, SchedulerConfig
 from disagg.request import Request, SamplingParams
 from disagg.serve.default_model import resolve_model
 from disagg.serve.node import Node, NodeConfig
 from disagg.serve.tokenizer import Tokenizer
+from tests.draft_prompts import HELD_OUT
 
 
 def main(arguments=None):
