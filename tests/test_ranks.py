@@ -83,7 +83,8 @@ def test_a_prefiller_of_two_ranks(tmp_path, model, oracle):
             )
         nodes.wait_for_balance()
     spans = spans_of(timeline)
-    assert len(spans["forward"]) == 5 * len(spans["steps"]), "as rank 0 ran them"
+    # Three layers and the norm, as rank 0 ran them.
+    assert len(spans["forward"]) == 4 * len(spans["steps"])
 
 
 @pytest.mark.slow

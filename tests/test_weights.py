@@ -197,7 +197,7 @@ def test_config_of_published_deepseek(tmp_path: Path) -> None:
     config = read_config(tmp_path)
     assert (config.num_kv_heads, config.num_kv_vectors, config.head_dim) == (1, 1, 576)
     assert (config.kv_lora_rank, config.q_lora_rank, config.v_head_dim) == (512, 1536, 128)
-    assert config.moe_layers == tuple(range(3, 61))
+    assert config.moe_layers == tuple(range(3, 62))  # the last is a draft layer
     assert (config.num_experts, config.num_experts_per_tok, config.n_shared_experts) == (256, 8, 1)
     assert (config.n_group, config.topk_group, config.routed_scaling_factor) == (8, 4, 2.5)
     assert config.router_bias and config.norm_topk_prob and config.rope_interleave

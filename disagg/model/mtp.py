@@ -26,7 +26,7 @@ class MTPLayer(DecoderLayer):
     def __init__(self, model: Transformer, read: layers.ReadTensor, group: RankGroup) -> None:
         config = model.config
         super().__init__(config, read, group, config.num_layers)
-        self._model, self.group, self._head, self.tokens = model, group, model.head, model.tokens
+        self._model, self._head, self.tokens = model, model.head, model.tokens
         prefix, hidden = f"model.layers.{config.num_layers}.", config.hidden_size
         self._enorm, self._hnorm, self._norm = (
             layers.read_norm(read, f"{prefix}{name}", hidden, config.rms_norm_eps)

@@ -33,7 +33,7 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, read: layers.ReadTensor, group: RankGroup, layer: int
     ) -> None:
-        self._sum_of = group.sum
+        self.group = group
         prefix, hidden, eps = f"model.layers.{layer}.", config.hidden_size, config.rms_norm_eps
         self.input_norm = layers.read_norm(read, f"{prefix}input_layernorm", hidden, eps)
         make = LatentAttention if config.kv_lora_rank else GroupedQueryAttention
@@ -58,9 +58,9 @@ class DecoderLayer:
     ) -> Tensor:
         """Map `[T, hidden_size]` to the same shape; the tokens' KV is appended to `pages`."""
         attended = self.self_attn(self.input_norm(hidden), rope, pages, attention)
-        hidden = hidden + self._sum_of(attended)
+        hidden = hidden + self.group.sum(attended)
         on_layer()
-        return hidden + self._sum_of(self.mlp(self.post_attention_norm(hidden)))
+        return hidden + self.group.sum(self.mlp(self.post_attention_norm(hidden)))
 
 
 class Transformer:
