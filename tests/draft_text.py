@@ -49,7 +49,7 @@ class Writer:
         config = read_config(folder)
         pages = BATCH * pages_for(LONGEST, 16)
         cache = CacheConfig(num_pages=pages, page_size=16, dtype=dtype)
-        runner = make_runner(folder, KVCache(cache, config), LayerCounter())
+        runner = make_runner(KVCache(cache, [config]), LayerCounter())
         limits = SchedulerConfig(max_batch_size=BATCH)
         self._engine = Engine(runner, Scheduler(limits, cache, config))
         self._step: Tensor = torch.empty(0)
