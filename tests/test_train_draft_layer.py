@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from disagg.request import SamplingParams
 from tests import train_draft_layer as trainer
-from tests.draft_layer import DraftLayer, chain
+from tests.draft_layer import DraftLayer, chain, load_layer, save_layer
 from tests.draft_prompts import HELD_OUT, written_prompts
 from tests.draft_text import Text, Writer, load_texts, save_texts, user_turns
 from tests.test_tokenizer import save_byte_tokenizer
@@ -96,6 +96,20 @@ def test_later_guesses_follow_from_earlier_ones(folder: Path) -> None:
             (found,) = chain(layer, embedded[:, :count], states, steps=1)
             torch.testing.assert_close(chained[step][:, row + step], found[:, -1])
             states = torch.cat((states, found[:, -1:]), 1)
+
+
+def test_file_holds_the_layer_to_a_sixteenth(folder: Path, tmp_path: Path) -> None:
+    """float8 has 3 bits behind the point. A row of zeros stays one."""
+    config = AutoConfig.from_pretrained(folder)
+    layer = DraftLayer(config).requires_grad_(False)
+    layer.mlp.up_proj.weight[1] = 0.0
+    save_layer(layer, torch.tensor([3, 5], dtype=torch.int32), tmp_path / "file", {})
+    found, token_ids = load_layer(config, tmp_path / "file")
+    assert token_ids.tolist() == [3, 5]
+    for (name, before), after in zip(layer.named_parameters(), found.parameters(), strict=True):
+        smallest = before.abs().amax(-1, keepdim=True) * 2**-10
+        error = (after - before).abs()
+        assert (error <= torch.maximum(before.abs() / 16, smallest)).all(), name
 
 
 def test_teacher_counts_right_guesses_of_answers(texts: list[Text]) -> None:
