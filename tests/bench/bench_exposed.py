@@ -67,10 +67,10 @@ class PacedNode(HeldNode):
             time.sleep(max(0.0, self.started[-1] + self.layer_seconds - time.monotonic()))
         self.started.append(time.monotonic())
 
-    def _build_messenger(self, transfer):
-        messenger = super()._build_messenger(transfer)
+    def _build_messenger(self):
+        messenger = super()._build_messenger()
         step, read = NUM_LAYERS + 1, self._counter.read
-        messenger._read_counter = lambda: read() if self.by_layer else read() // step * step
+        messenger.read_counter = lambda: read() if self.by_layer else read() // step * step
         return messenger
 
 

@@ -70,7 +70,7 @@ class _Sums:
 
 def serve_sums(fd: int) -> None:
     """In a rank's process."""
-    with mock.patch.object(ranks, "make_runner", lambda *a: _Sums(a[3])):
+    with mock.patch.object(ranks, "make_runner", lambda *a: _Sums(a[2])):
         ranks.serve(fd)
 
 
@@ -101,7 +101,7 @@ def sums(folder: Path, flags: argparse.Namespace) -> None:
     config, cache = read_config(folder), CacheConfig(num_pages=1)
     caches = [KVCache(cache, [config], flags.tp) for _ in range(flags.tp)]
     print("| tokens a step | shared memory | gloo | all sums of a step |\n|---|---|---|---|")
-    with Sums(folder, caches, LayerCounter()) as ranks_that_sum:
+    with Sums(caches, LayerCounter()) as ranks_that_sum:
         for tokens in (flags.batch, 512):
             times = 10_000 // (tokens + 10)
             shared, gloo = (
