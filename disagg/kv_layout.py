@@ -1,6 +1,7 @@
 """Where a page, a layer, a head and a tail slot lie: bytes and offsets, no tensors.
 
-A rank's KV region is one block of memory. A layer is an offset in it, a page an offset in a layer:
+A rank's KV is one block of memory: a region for the model. A layer is an offset in it, a page an
+offset in a layer:
 
     region   | layer 0                          | layer 1 ...
              | page 0 | page 1 | ... | page n-1 | page 0 | ...
@@ -8,9 +9,10 @@ A rank's KV region is one block of memory. A layer is an offset in it, a page an
     NHD page | K: token 0 [heads, head_dim], token 1, ...               | V: token 0, token 1, ...
     MLA page | token 0 [head_dim], token 1, ...
 
-HND (the default) keeps a head's K and V together, so a range of heads is one contiguous run of
-bytes. In NHD a range of heads is one run for every token, for K and for V. With MLA (multi-head
-latent attention) a token has one vector, K and V of all heads in one: both orders are the same.
+A draft model's region follows the model's in the same block, with a layout of its own. HND (the
+default) keeps a head's K and V together, so a range of heads is one contiguous run of bytes. In NHD
+a range of heads is one run for every token, for K and for V. With MLA (multi-head latent attention)
+a token has one vector, K and V of all heads in one: both orders are the same.
 """
 
 import enum
