@@ -9,6 +9,7 @@ See `train_draft_layer.py`.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from disagg.kv_layout import pages_for
 from disagg.model.shape import read_config
 from disagg.request import Request, SamplingParams
 from disagg.serve.tokenizer import Tokenizer
-from tests.draft_prompts import written_prompts
+from tests.draft_prompts import other_prompts, subject_prompts
 
 #: Requests that are answered at once, and the most tokens of one with its prompt.
 BATCH, LONGEST = 64, 512
@@ -113,12 +114,14 @@ def user_turns(writer: Writer, tokenizer: Tokenizer, count: int, seed: int) -> l
 def write_part(
     writer: Writer, tokenizer: Tokenizer, part: int, num_prompts: int, max_tokens: int
 ) -> list[Text]:
-    """Half of the prompts are written ones, half the model's own; a fifth of the answers are drawn
-    with some temperature, the others greedy as they are when drafts are checked."""
-    half = num_prompts // 2
-    written = written_prompts(seed=0)[part * half :][:half]
-    prompts = [tokenizer.encode(prompt, chat=True) for prompt in written]
-    prompts += user_turns(writer, tokenizer, num_prompts - half, seed=part * 10000)
+    """A third of the prompts are the model's own, the others written ones, of which each part takes
+    the next; a fifth of the answers are drawn with some temperature, the others are greedy."""
+    third = num_prompts // 3
+    prompts = []
+    for written in subject_prompts(seed=0), other_prompts(seed=0):
+        some = islice(cycle(written), part * third, (part + 1) * third)
+        prompts += [tokenizer.encode(prompt, chat=True) for prompt in some]
+    prompts += user_turns(writer, tokenizer, num_prompts - len(prompts), seed=part * 10000)
     random.Random(part).shuffle(prompts)
     how = [
         SamplingParams(max_tokens=max_tokens, temperature=0.0 if i % 5 else 0.7, seed=i)

@@ -7,6 +7,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 import gguf
@@ -114,7 +115,7 @@ def draft(original: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def draft_file(draft: dict[str, Tensor], tmp_path_factory, monkeypatch) -> None:
     path = tmp_path_factory.mktemp("draft") / "draft.safetensors"
     save_file(draft, path)
-    monkeypatch.setattr(module, "DRAFT_LAYER", str(path))
+    monkeypatch.setattr(module, "DRAFT_LAYER", path)
 
 
 @dataclass
@@ -301,6 +302,12 @@ def test_two_at_once_fetch_once(
 
 def test_local_folder_is_taken_as_it_is(original: Path) -> None:
     assert resolve_model(str(original)) == original
+
+
+def test_another_draft_layer_is_another_folder() -> None:
+    """So a cache never hands out the draft layer of another release."""
+    shipped = Path(module.__file__).with_name("smollm2_draft.safetensors")
+    assert f"SmolLM2-135M-Instruct-{sha256(shipped.read_bytes()).hexdigest()[:8]}" == module.FOLDER
 
 
 def test_no_name_means_the_default(pip: FakePip, tmp_path: Path) -> None:

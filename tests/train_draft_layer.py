@@ -12,8 +12,9 @@ The form is DeepSeek-V3's multi-token prediction (section 2.2 of its report): `b
 layer like the model's, row i is at position i, embedding and head are the target's, frozen. Here
 the head's rows are only those of the tokens that are frequent in the text: a guess must be cheap.
 
-Each step may be stopped and started again: `write` leaves out parts that are there, `train` goes on
-from its last checkpoint. The file holds matrices in float8 with a scale for each row.
+Each step may be stopped and started again: `write` leaves out parts that are there or that another
+process writes (one of `--threads 1` for each core is fastest), `train` goes on from its last
+checkpoint. The file holds matrices in float8 with a scale for each row.
 """
 
 import argparse
@@ -21,11 +22,13 @@ import copy
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -238,21 +241,23 @@ def learning_rate(progress: float) -> float:
 
 
 def write(folder: Path, flags: argparse.Namespace) -> None:
-    """The held-out texts, then those to train on, in parts."""
+    """The held-out texts, then those to train on, in parts; each part by one process."""
     writer, tokenizer = Writer(folder, flags.dtype), Tokenizer(folder)
     flags.data.mkdir(parents=True, exist_ok=True)
     for part in range(-1, flags.parts):
         path = flags.data / (PART.format(f"{part:03}") if part >= 0 else MEASURED)
-        if path.exists():
-            continue
-        if part >= 0:
-            texts = write_part(writer, tokenizer, part, flags.prompts, flags.max_tokens)
-        else:
-            prompts = [tokenizer.encode(prompt, chat=True) for prompt in HELD_OUT]
-            how = SamplingParams(max_tokens=flags.max_tokens)
-            texts = writer.answer(prompts, [how] * len(prompts))
-        save_texts(texts, path)
-        say(f"{path.name}: {len(texts)} texts, {num_answer_tokens(texts)} tokens of answers")
+        # The kernel lets go of the lock of a process that was killed.
+        with suppress(Timeout), FileLock(path.with_suffix(".lock"), timeout=0):
+            if path.exists():
+                continue
+            if part >= 0:
+                texts = write_part(writer, tokenizer, part, flags.prompts, flags.max_tokens)
+            else:
+                prompts = [tokenizer.encode(prompt, chat=True) for prompt in HELD_OUT]
+                how = SamplingParams(max_tokens=flags.max_tokens)
+                texts = writer.answer(prompts, [how] * len(prompts))
+            save_texts(texts, path)
+            say(f"{path.name}: {len(texts)} texts, {num_answer_tokens(texts)} tokens of answers")
 
 
 def train(folder: Path, flags: argparse.Namespace) -> None:
@@ -352,12 +357,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--file", type=Path, help="the draft layer")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", help="of the model that writes")
-    parser.add_argument("--parts", type=int, default=24)
+    parser.add_argument("--parts", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=192, help="of each part")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that are guessed")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch-tokens", type=int, default=2048)
+    parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=0.005, help="times a weight's size")
     parser.add_argument("--averaged", type=float, default=0.01, help="part of each new layer")
     parser.add_argument("--steps", type=int, default=3, help="guesses in a row that are measured")

