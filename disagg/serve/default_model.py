@@ -35,7 +35,7 @@ PIP = "-m pip install --disable-pip-version-check --no-deps --retries=1 -r /dev/
 
 #: `python -m tests.train_draft_layer` makes it: one layer of multi-token prediction, trained on
 #: answers that the model wrote.
-DRAFT_LAYER = Path(__file__).with_name("smollm2_draft.safetensors")
+DRAFT_LAYER = Path(__file__).parent / "smollm2_draft.safetensors"
 #: Not the name alone: other releases put the model there with other draft layers, or with none.
 FOLDER = f"{MODEL_NAME}-{sha256(DRAFT_LAYER.read_bytes()).hexdigest()[:8]}"
 
