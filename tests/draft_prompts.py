@@ -1,6 +1,7 @@
 """Prompts for `train_draft_layer.py`: of some kinds by the thousand, and a few to measure with.
 
-The held-out ones are written by hand, and their subjects are none of those the others are about.
+The held-out ones are written by hand, and none of them is among the others. Some have a form of
+others, and a few are near their subjects (sleep, airplanes).
 """
 
 import random

@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=192, help="of each part")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that are guessed")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--lr", type=float, default=0.005, help="times a weight's size")
     parser.add_argument("--averaged", type=float, default=0.01, help="part of each new layer")
