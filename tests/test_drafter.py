@@ -17,7 +17,7 @@ from disagg.engine.drafter import Drafter
 from disagg.engine.kv_cache import KVCache, LayerCounter
 from disagg.engine.runner import Runner
 from disagg.hooks import Span
-from disagg.kv_layout import PageOrder, pages_for
+from disagg.kv_layout import PageOrder
 from disagg.model.shape import read_config
 from disagg.request import FinishReason, SamplingParams
 from tests.test_engine import Messenger, P, Replica
@@ -176,25 +176,37 @@ def test_without_the_hidden_state_of_the_tail_other_guesses_are_kept(
 
 
 @pytest.mark.parametrize("budget", [1, 3, 512])
-def test_draft_pages_of_a_prompt_are_those_of_one_chunk(models, budget):
+@pytest.mark.parametrize("length", [2, P, P + 1, 3 * P + 2])
+def test_draft_pages_of_a_prompt_are_those_of_the_undivided_engine(models, length, budget):
     """Of the draft layer, row i of a prompt is written when token i + 1 is known: by prefiller and
     undivided engine alike, whatever the chunks."""
-    found = []
-    for each in (512, budget):
-        messenger = divided(models, 1, each)
-        prompt = prompt_of(3 * P + 2)
-        messenger.copy = lambda chunk: None  # the prefiller's pages are looked at
-        messenger.decoder.submit(prompt, 1)
-        messenger.decoder.step()
-        while not messenger.finished_jobs:
-            messenger.prefiller.step()
-        [chunk] = messenger.finished_jobs
-        count = len(prompt) - 1
-        assert len(chunk.page_indices) == pages_for(count, P)
-        pages = messenger.prefiller.runner.kv_cache.layers[-1][list(chunk.page_indices)]
-        found.append(pages.movedim(-2, 1).flatten(0, 1)[:count])
-    torch.testing.assert_close(found[0], found[1])
-    assert found[0].flatten(1).abs().sum(-1).min() > 0, "no row was left out"
+    alone, messenger = undivided(models, 1), divided(models, 1, budget)
+    replicas = alone, messenger.prefiller, messenger.decoder
+    pages = [pages_of_the_next(replica) for replica in replicas]
+    for replica, runs in ((alone, alone), (messenger.decoder, messenger)):
+        answers(replica, runs, [prompt_of(length)], 1)
+    rows = []
+    for replica, indices in zip(replicas, pages, strict=True):
+        first = replica.runner.model.config.num_layers
+        drafts = torch.stack(replica.runner.kv_cache.layers[first:])[:, indices]
+        rows.append(drafts.movedim(-2, 2).flatten(1, 2)[:, : length - 1].flatten(2))
+    expected, *found = rows
+    assert expected.abs().sum(-1).min() > 0, "no row was left out"
+    for each in found:
+        torch.testing.assert_close(each, expected)
+
+
+def pages_of_the_next(replica: Replica) -> list[int]:
+    """Where the next sequence that runs keeps its KV, once it has run."""
+    pages: list[int] = []
+    run = replica.runner.run
+
+    def note(spans):
+        pages[:] = pages or spans[0].page_indices
+        return run(spans)
+
+    replica.runner.run = note
+    return pages
 
 
 class Cheat(Drafter):

@@ -22,7 +22,8 @@ class Weights:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+            # Maps numbers around 1 to such: larger ones would be rounded by more than is allowed.
+            return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
 
         self.router = draw(NUM_EXPERTS, HIDDEN)
         self.gate_up = draw(NUM_EXPERTS, 2 * size, HIDDEN)
