@@ -7,6 +7,7 @@ import json
 
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
@@ -99,6 +100,20 @@ def test_a_model_without_a_draft_layer_is_refused(tmp_path):
 def test_draft_tokens_out_of_the_vocabulary_are_refused(tmp_path, token):
     folder = add_draft_layer(make_tiny_llama(tmp_path), tokens=[5, token])
     with pytest.raises(ValueError, match=r"a draft token is not in range\(0, 128\)"):
+        Node(node_config(folder, speculate=1))
+
+
+def test_draft_tokens_that_are_no_integers_are_refused(tmp_path):
+    folder = add_draft_layer(make_tiny_llama(tmp_path), tokens=[5, 7])
+    path = folder / "model.safetensors"
+    tensors = {
+        name: tensor.clone().float() if name.endswith("token_ids") else tensor.clone()
+        for name, tensor in load_file(path).items()
+    }
+    path.unlink()
+    save_file(tensors, path)
+    why = r"token_ids in .* is torch\.float32; expected one of \(torch\.int32,\)"
+    with pytest.raises(ValueError, match=why):
         Node(node_config(folder, speculate=1))
 
 

@@ -567,7 +567,7 @@ def test_float8_of_unknown_blocks_is_refused(deepseek_copy: Path) -> None:
     quantise(deepseek_copy, (16, 16))
     change_config(deepseek_copy, quantization_config={"quant_method": "fp8"})
     assert "is torch.float8_e4m3fn; expected one of" in refusal(deepseek_copy)
-    assert "with a weight_block_size in config.json" in refusal(deepseek_copy)
+    assert "needs a weight_block_size in config.json" in refusal(deepseek_copy)
 
 
 def test_draft_layers_are_left_out_and_that_is_said_once(

@@ -81,9 +81,7 @@ def fingerprint(config: ModelConfig) -> str:
     dtype, and a sample of its bytes (all of them up to 64 KiB). How the tensors are spread over
     files does not count. Milliseconds for a model of 270 MB.
     """
-    shape = dataclasses.asdict(config)
-    for name in UNHASHED:
-        del shape[name]
+    shape = {k: v for k, v in dataclasses.asdict(config).items() if k not in UNHASHED}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for name, tensor in sorted(Checkpoint(config, torch.float32).stored.items()):
         digest.update(f"\n{name} {list(tensor.shape)} {tensor.dtype}\n".encode())
@@ -118,20 +116,22 @@ class Checkpoint:
         """A tensor, or a part of it, in the checkpoint's dtype (see `layers.ReadTensor`). One of
         float8 is multiplied by the scales of its blocks."""
         tensor, block = self._find(name, shape), self._config.weight_block_size
+        wanted = dtype or self._dtype
+        kinds = STORED_DTYPES if wanted.is_floating_point else (wanted,)
         if block is None or tensor.dtype != FLOAT8:
-            if tensor.dtype not in (*STORED_DTYPES, dtype):
+            if tensor.dtype not in kinds:
                 raise ValueError(
-                    f"{name} in {self._folder} is {tensor.dtype}; expected one of {STORED_DTYPES}"
-                    f" or, with a weight_block_size in config.json, {FLOAT8}"
+                    f"{name} in {self._folder} is {tensor.dtype}; expected one of {kinds};"
+                    f" {FLOAT8} needs a weight_block_size in config.json"
                 )
-            return cut(tensor).to(dtype or self._dtype)
+            return cut(tensor).to(wanted)
         blocks = [-(-size // of) for size, of in zip(shape, block, strict=True)]
         part, scales = cut(tensor), self._find(f"{name}_scale_inv", tuple(blocks)).float()
         if part.numel():  # of another rank's experts there is nothing to multiply
             for axis, size in enumerate(shape):
                 scales = scales.repeat_interleave(block[axis], axis).narrow(axis, 0, size)
             part = part.float() * cut(scales)
-        return part.to(dtype or self._dtype)
+        return part.to(wanted)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self.stored:
