@@ -325,6 +325,19 @@ class Spy(Drafter):
             self.guesses |= {place: draft.guesses[0]} if draft.guesses else {}
 
 
+def test_a_draft_vocabulary_in_another_order_guesses_the_same(tmp_path):
+    found = []
+    for tokens in ([], [5, 0, 3, 1, 4, 2]):
+        folder = make_tiny_llama(tmp_path / f"{len(tokens)}", vocab_size=VOCABULARY)
+        config = read_config(add_draft_layer(folder, tokens=tokens))
+        replica = undivided([replace(config, num_draft_layers=1)], 1)
+        spied = Spy(replica)
+        answers(replica, replica, [prompt_of(P)], 20)
+        found.append(spied.guesses)
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) > 2, "too few to tell by"
+
+
 #: Of 4 degrees of freedom, above which 1 in 10,000 true samples would be; draws have fixed seeds.
 CHI_SQUARE = 23.5
 
