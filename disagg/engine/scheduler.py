@@ -176,11 +176,11 @@ class Scheduler:
             sampling=sequence.sampling if is_last else None,
             tail_slot=sequence.tail_slot if is_last and sequence.is_job else None,
             output_index=sequence.num_output_tokens,
-            drafts=sequence.drafts[: min(num_left, budget) - 1],
+            drafts=sequence.drafts[: budget - 1],
             next_token=follows[0] if follows else None,
             num_drafts=self.limits.speculate,
             num_left=num_left,
-            drafts_from=None if sequence.is_job or not speculates else sequence.tail_slot,
+            drafts_from=None if sequence.is_job else sequence.tail_slot,
         )
 
     def _take_slot(self, sequence: Sequence) -> bool:
