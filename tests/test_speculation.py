@@ -187,8 +187,12 @@ def test_a_right_guess_that_ends_an_answer_is_counted(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("drafts_by", ["layer", "model"])
-def test_one_and_two_ranks_on_either_side(folder, draft_model, oracle, drafts_by):
+@pytest.mark.parametrize("drafts_by", ["layer", "layer of 3 tokens", "model"])
+def test_one_and_two_ranks_on_either_side(tmp_path, folder, draft_model, oracle, drafts_by):
+    """Two ranks share the head of 3 tokens as 2 and 2; the one that is none is never guessed."""
+    if drafts_by == "layer of 3 tokens":
+        folder = make_tiny_llama(tmp_path, family="deepseek_v3", vocab_size=VOCABULARY)
+        add_draft_layer(folder, tokens=[5, 0, 3])
     with contextlib.ExitStack() as stack:
         same = {"speculate": 2, "peer_timeout": 20.0}
         same["draft_model"] = draft_model if drafts_by == "model" else None
