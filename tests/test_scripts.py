@@ -252,6 +252,14 @@ def test_a_model_that_cannot_be_loaded(run, model, tmp_path, damage, why):
         assert re.search(why, outcome.stderr_line), outcome.stderr_line
 
 
+def test_an_empty_name_of_a_draft_model_is_not_none(run, model):
+    """As a script gives whose variable is not set."""
+    flags = (*MODE, f"--model={model}", "--speculate=1", "--draft-model=")
+    outcome = run.fork("run_decode.py", *flags, "--colocated", "t3").wait()
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "does not exist or has no config.json" in outcome.stderr_line
+
+
 def test_a_child_prefiller_that_cannot_start_says_so_once(run, model, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(model, folder)

@@ -156,9 +156,8 @@ class Scheduler:
     def _cut_span(self, sequence: Sequence, budget: int) -> Span | None:
         """The next tokens of a running sequence, or None if its last chunk must wait for a slot, or
         it is a job that has computed everything."""
-        speculates = bool(self.limits.speculate)
         count = sequence.num_pending
-        if speculates and not sequence.is_decoding and not sequence.is_job:
+        if self.limits.speculate and not sequence.is_decoding and not sequence.is_job:
             count -= 1  # split or not, the last prompt token is the first that guesses follow
         count = min(count, budget)
         is_last = count == sequence.num_pending
@@ -167,7 +166,7 @@ class Scheduler:
         end = sequence.num_computed + count
         in_prompt = sequence.is_job or end < sequence.num_prompt_tokens - 1
         num_left = 0 if in_prompt else sequence.max_tokens - sequence.num_output_tokens
-        follows = sequence.tokens[end : end + 1] if speculates else ()
+        follows = sequence.tokens[end : end + 1] if self.limits.speculate else ()
         return Span(
             number=sequence.number,
             first_token=sequence.num_computed,

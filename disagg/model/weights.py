@@ -156,7 +156,7 @@ class Checkpoint:
         again = tuple(each + name for each in drafts for name in ("embed_tokens.", "shared_head.h"))
         left = sorted(name for name in self._unread if not name.startswith(unused + again))
         if tells and any(name.startswith(unused) for name in self._unread):
-            said = "%s: of its num_nextn_predict_layers (%d), %d are used"
+            said = "%s: of its num_nextn_predict_layers (%d), %d are used; see --speculate"
             logger.warning(said, self._folder, config.num_mtp_layers, config.num_draft_layers)
         for name in left:
             # Old checkpoints store the rope frequencies; tied ones may store the head as well.

@@ -58,7 +58,8 @@ def answer_prompts(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> 
 
 def _resolve_models(arguments: argparse.Namespace) -> None:
     arguments.model = resolve_model(arguments.model)
-    arguments.draft_model = resolve_model(arguments.draft_model) if arguments.draft_model else None
+    if arguments.draft_model is not None:
+        arguments.draft_model = resolve_model(arguments.draft_model)
 
 
 def _submit(node: Node, tokenizer: Tokenizer, prompt: Prompt, raw: bool, news: News) -> Answer:
