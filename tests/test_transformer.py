@@ -269,7 +269,8 @@ def test_bfloat16_follows_float32(tmp_path: Path, family: str) -> None:
     assert logits.dtype == torch.float32
     errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     # Of two experts that are almost as good, rounding may choose the other one: for few tokens.
-    assert errors.quantile(0.8) < 0.05
+    kept = errors <= errors.quantile(0.8 if model.config.moe_layers else 1.0)
+    assert (logits - expected)[kept].norm() / expected[kept].norm() < 0.05
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def writable(text: str) -> Path:
 def _node_parser(script: str = "", what: str = "") -> OneLineParser:
     """With the flags that both nodes have; those in the first group must agree."""
     parser = OneLineParser(prog=script, description=what)
-    same = parser.add_argument_group("must be the same on both nodes")
+    same = parser.add_argument_group("must agree on both nodes")
     same.add_argument("--model", help="folder or hub name (default SmolLM2-135M-Instruct, fetched)")
     same.add_argument("--dtype", choices=[*ITEMSIZE], default="bfloat16", help="of weights and KV")
     same.add_argument("--page-size", type=positive, default=16, help="tokens a page")
